@@ -159,6 +159,12 @@ class CodeFollower:
                 if count >= MOST_STATES:
                     # Where layer after layer is trained, earlier states do not come back.
                     self._programs.clear()
+                if not self._base.trained_names():
+                    raise UserError(
+                        f"{change.change}, and no parameter requires a gradient any more, as after "
+                        "disable_adapter_layers() of PEFT, so that a step would train nothing. Let one require a "
+                        "gradient again before the next step, or compute within `with engine.gathered() as module`."
+                    ) from None
                 begun = time.perf_counter()
                 known = self._compiled(self._base, change, counts)
                 self._programs[state] = known

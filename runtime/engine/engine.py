@@ -49,6 +49,7 @@ from zeroir.runtime.engine.watched_code import CompiledAgain, WatchedCode
 from zeroir.runtime.engine.watched_modules import WatchedModules
 from zeroir.runtime.execution.batch import inputs_of
 from zeroir.runtime.memory.malloc import return_freed_memory
+from zeroir.runtime.publishing.receiver import Receiver, file_of
 from zeroir.runtime.state.gathered_module import DeepCopy
 from zeroir.runtime.state.gradients import gradient_norms, gradients
 from zeroir.runtime.state.initial_module import Factory, StateSource
@@ -367,7 +368,7 @@ class Engine:
 
     def publish(
         self,
-        address: str | os.PathLike[str],
+        address: str | os.PathLike[str] | Receiver,
         *,
         receivers: int | None = None,
         masters: bool = False,
@@ -385,6 +386,9 @@ class Engine:
         rank 0's machine. The new version takes the place of the one before when it is whole, and nobody waits. The file
         remains after the job.
 
+        A ``Receiver`` stands for its address, such as one in this process that updates a copy of the module for
+        generating; that is to be a file's, because who publishes at a port waits for its receivers.
+
         ``host:port`` is a free port of rank 0's machine. This waits until as many ``receivers`` as are given, by
         default one, ask for new weights, and broadcasts each flat to them. ``timeout`` bounds the wait for a receiver.
 
@@ -393,10 +397,15 @@ class Engine:
 
         Raises:
             UserError: on all ranks, where the weights cannot be written, or receivers do not come or are lost, which
-                it names. Receivers then keep the version that they have, and training may go on.
+                it names; for a receiver at a port. Receivers then keep the version that they have, and training may go
+                on.
         """
         return self._values.publish(
-            address, receivers=receivers, masters=masters, ema=ema, timeout=timeout
+            file_of(address) if isinstance(address, Receiver) else address,
+            receivers=receivers,
+            masters=masters,
+            ema=ema,
+            timeout=timeout,
         )
 
     def return_values(self, module: nn.Module, device: torch.device | None = None) -> None:

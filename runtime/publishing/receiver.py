@@ -29,6 +29,7 @@ class Receiver:
     ``timeout`` bounds how long ``update`` waits.
 
     Attributes:
+        address: The address that was given.
         version: How many times weights were published up to those that were loaded last; 0 before the first.
         step: The number of training steps before these weights.
     """
@@ -37,6 +38,7 @@ class Receiver:
         self, address: str | os.PathLike[str], *, timeout: timedelta = DEFAULT_TIMEOUT
     ) -> None:
         place = place_of(address)
+        self.address = address
         self._timeout = timeout
         self._inlet: Inlet = (
             FileInlet(place) if isinstance(place, Path) else NetworkInlet(place, timeout)
@@ -82,3 +84,17 @@ class Receiver:
     def close(self) -> None:
         """Leave the engine; a file stays."""
         self._inlet.close()
+
+
+def file_of(receiver: Receiver) -> str | os.PathLike[str]:
+    """Return the path of the file that a receiver reads.
+
+    Raises:
+        UserError: where it listens at a port.
+    """
+    if not isinstance(place_of(receiver.address), Path):
+        raise UserError(
+            f"A receiver at {receiver.address} is for another process, which asks for the weights while this one "
+            f'waits: call engine.publish("{receiver.address}"), or give the receiver the path of a file.'
+        )
+    return receiver.address

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import signal
 import socket
@@ -170,3 +171,21 @@ def test_receivers_compute_what_ranks_compute_until_one_of_them_is_killed(
         assert torch.equal(scores[f"received-{version}"], scores[f"trained-{version}"])
         assert not torch.equal(scores[f"received-{version}"], scores[f"trained-{version + 1}"])
     assert torch.equal(scores["kept"], scores[f"trained-{plan.whole_versions[-1]}"])
+
+
+def test_a_receiver_stands_for_its_address(tmp_path: Path) -> None:
+    engine = zeroir.compile(Net(), BATCH, evaluate=False, world_size=1).engine(self_check=False)
+    receiver, copy_of_net = zeroir.Receiver(tmp_path / "net.safetensors"), Net()
+    engine.step(BATCH)
+    assert engine.publish(receiver) == 1
+    assert receiver.update(copy_of_net)
+    expected = engine.state_dict()
+    for name, value in copy_of_net.state_dict().items():
+        assert torch.equal(value, expected[name])
+    receiver.close()
+    with (
+        contextlib.closing(zeroir.Receiver("127.0.0.1:29417")) as other,
+        pytest.raises(UserError, match=r'call engine.publish\("127.0.0.1:29417"\)'),
+    ):
+        engine.publish(other)
+    engine.close()

@@ -31,6 +31,7 @@ from zeroir.frontend.capture.python_state import (
 from zeroir.frontend.watch.stored_tensors import Container, StorePlace
 
 _MOST_NAMES = 3
+_OPAQUE = "--opaque PATTERN with its name, or --opaque root"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +157,8 @@ def _counter_note(
         )
     raise UserError(
         f"The model's forward changes {_listed(names)} at every call, and the program, which runs none of its Python "
-        "code, does not: keep a count in a buffer (register_buffer), return other values as outputs, or remove the "
-        "code that changes it."
+        "code, does not: keep a count in a buffer (register_buffer), return other values as outputs, remove the code "
+        f"that changes it, or let the module's code run as it is: {_OPAQUE}."
     )
 
 
@@ -261,7 +262,8 @@ def _kept_tensor_note(
     attributes = list(tensor_attributes(model, changed))
     refusal = UserError(
         f"The model's forward changes {_listed(changed)} and computes something else at its next call, while a program "
-        "computes the same at every step: keep changing state in a buffer (register_buffer), or pass it with the batch."
+        "computes the same at every step: keep changing state in a buffer (register_buffer), pass it with the batch, "
+        f"or let the module's code run as it is: {_OPAQUE}."
     )
     for module, name, tensor in attributes:
         delattr(module, name)
