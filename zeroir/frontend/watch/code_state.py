@@ -217,7 +217,10 @@ class CodeState:
                         self.quick.add_parameter(tensor)
         for kind in dict.fromkeys(base for m in model.modules() for base in type(m).__mro__):
             if not is_known_package(kind.__module__):
-                self._attributes(self._label(kind.__name__, id(kind)), vars(kind), kind)
+                label = self._label(kind.__name__, id(kind))
+                if isinstance(forward := vars(kind).get("forward"), FunctionType):
+                    self._add(f"{label}.forward", forward)  # It is called without a mention.
+                self._attributes(label, vars(kind), kind)
 
     def _module(self, path: str, module: nn.Module) -> None:
         own = vars(module)
@@ -281,11 +284,11 @@ class CodeState:
             ]
         )
 
-    def _reach(self, function: object) -> None:
-        """Follow a function that an attribute or variable holds."""
-        self.code.reach(function)
+    def _reach(self, value: object) -> None:
+        """Follow a function or a module that an attribute or variable holds."""
+        self.code.reach(value)
         if self.live is not None:
-            self.live.code.reach(function)
+            self.live.code.reach(value)
 
     def _model_names(self, module: nn.Module) -> frozenset[str]:
         """Return the names that the user's code mentions, and that of the packages with the module's classes."""
@@ -412,6 +415,7 @@ class CodeState:
     def _mutable(self, name: str, value: object) -> None:
         match value:
             case nn.Module():
+                self._reach(value)
                 self.modules.append(value)
                 self._module_tree(value, name, is_own=False)
             case functools.partial():

@@ -65,13 +65,10 @@ class ReachedCode:
         reached = cls()
         for function in functions:
             reached._add(function)
+            if isinstance(function, nn.Module):
+                reached._object(function)
         if model is not None:
-            for kind in dict.fromkeys(map(type, model.modules())):
-                reached.add_class(kind)
-            for kind in dict.fromkeys(type(m) for m in model.modules() if m not in without):
-                reached._add(getattr(kind, "forward", None))
-            for hook in hooks_of(model):
-                reached._add(hook)
+            reached._add_module(model, without)
         reached.follow()
         return reached
 
@@ -97,12 +94,12 @@ class ReachedCode:
                     if name in self.attributes or name in ("__call__", "__getattr__"):
                         self._add(value)
 
-    def reach(self, function: object) -> None:
-        """Add a function of the user's that the code calls by the name of an attribute or variable that holds it."""
-        if isinstance(function, functools.partial):
-            self._add(function)
+    def reach(self, value: object) -> None:
+        """Add a function of the user's, or a module, that the code calls by the name of what holds it."""
+        if isinstance(value, functools.partial | nn.Module):
+            self._add(value)
         else:
-            self._follow_users(function)
+            self._follow_users(value)
         self.follow()
 
     def follow(self) -> None:
@@ -111,6 +108,15 @@ class ReachedCode:
             function = self._waiting.pop()
             self.functions.append(function)
             self._read(function)
+
+    def _add_module(self, whole: nn.Module, without: Container[nn.Module] = ()) -> None:
+        """Add a module with its submodules; the forward of those ``without`` is left out."""
+        for kind in dict.fromkeys(map(type, whole.modules())):
+            self.add_class(kind)
+        for kind in dict.fromkeys(type(m) for m in whole.modules() if m not in without):
+            self._add(getattr(kind, "forward", None))
+        for hook in hooks_of(whole):
+            self._add(hook)
 
     def _add(self, value: object) -> None:
         match value:
@@ -134,7 +140,9 @@ class ReachedCode:
                     self._waiting.append(value)
                 if (wrapped := inspect.unwrap(value)) is not value:
                     self._add(wrapped)
-            case nn.Module() | type() | ModuleType():
+            case nn.Module():
+                self._add_module(value)
+            case type() | ModuleType():
                 pass
             case _ if callable(value) and not is_known_package(type(value).__module__):
                 self.add_class(type(value))
