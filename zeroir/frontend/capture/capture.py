@@ -58,6 +58,7 @@ from zeroir.frontend.capture.smallest_sizes import (
 from zeroir.frontend.capture.state_check import (
     checked_state,
     note_on_stores,
+    require_no_clock,
     stores_of_evaluation,
 )
 from zeroir.frontend.opaque.calls import OpaqueModules
@@ -216,11 +217,13 @@ def _captured(
         reached = ReachedCode.of(model, functions)
         if shapes:
             at_the_end.enter_context(sizes_are_integers(reached.functions))
-        code = UsersCode(modules=source.modules, functions=functions)
-        state = PythonState.of(model, code)
-        at_the_end.callback(state.restore_exactly)
         # A step has hooks of its own.
         outside = CodeState.of(None, reached)
+        known = {*model.modules(), *(source.model().modules() if source.is_in_hand else ())}
+        others = tuple(module for module in outside.modules if module not in known)
+        code = UsersCode(modules=source.modules, functions=functions, outside=others)
+        state = PythonState.of(model, code)
+        at_the_end.callback(state.restore_exactly)
         is_file = source.file is not None
         values = CodeState.of(model, reached).plain_values if is_file else {}
         own = tensor_ids(model) | (tensor_ids(source.model()) if source.is_in_hand else frozenset())
@@ -285,6 +288,8 @@ def _captured(
         ]
         with refusals_at(step.line):
             changed = checked_state(joint, model, mode, step, lambda: joint_graph_of_a_step()[0])
+            if reached.clock_line:
+                require_no_clock(joint, lambda: joint_graph_of_a_step()[0], reached.clock_line)
         notes.append(changed.note)
         # What is stored in the backward is no value of the forward.
         of_forward = [s for s in changed.stores if source.is_in_hand and s in places]

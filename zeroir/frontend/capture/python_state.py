@@ -2,7 +2,8 @@
 
 A program is captured from one forward. The Python state consists of the attributes of modules and of their classes, the
 objects in these attributes, the variables that hooks and other functions of the user share with the code around them,
-the globals of the user's files, and the random generators of Python and NumPy.
+the globals of the user's files, and the random generators of Python and NumPy. Modules that the code holds beside the
+model, such as a teacher, count as those of the model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import operator
 import random
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from types import (
 from torch import Tensor, nn
 
 from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES
+from zeroir.frontend.source.generators import generator_state
 from zeroir.frontend.source.imports import is_known_package
 from zeroir.frontend.source.namespaces import (
     PLAIN,
@@ -63,10 +65,14 @@ _NUMPY_RANDOM = "the state of numpy.random"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsersCode:
-    """The user's code besides the model's classes: Python modules by name, and functions that a step calls."""
+    """The user's code besides the model's classes: Python modules by name, and functions that a step calls.
+
+    ``outside`` are the modules of torch that it holds beside the model.
+    """
 
     modules: tuple[str, ...]
     functions: tuple[object, ...]
+    outside: tuple[nn.Module, ...] = ()
 
 
 @dataclass(slots=True)
@@ -74,9 +80,11 @@ class PythonState:
     """The state at one time. ``leaves`` are comparable values by their names in messages.
 
     ``containers`` are those of attributes, variables, and items of lists and dicts, in the order in which they are met.
+    ``modules`` has the model's modules, and those outside it, by the beginning of the names of their attributes.
     """
 
     code: UsersCode
+    modules: dict[str, nn.Module] = field(default_factory=dict)
     leaves: dict[str, Leaf] = field(default_factory=dict)
     containers: list[Container] = field(default_factory=list)
     _restores: list[Callable[[IsSame], None]] = field(default_factory=list)
@@ -88,14 +96,17 @@ class PythonState:
     def of(cls, model: nn.Module, code: UsersCode) -> PythonState:
         """Return the state of a module and of the user's other code."""
         state = cls(code)
-        for name, module in model.named_modules():
-            state._namespace(vars(module), f"{name}." if name else "", _OF_TORCH)
-            for hooks in HOOKS_OF_MODULES:
-                for hook in vars(module).get(hooks, {}).values():
-                    state._callable(hook)
+        for whole in (model, *code.outside):
+            for name, module in whole.named_modules():
+                path = name if whole is model else f"{type(whole).__name__}.{name}".rstrip(".")
+                prefix = state._namespace(vars(module), f"{path}." if path else "", _OF_TORCH)
+                state.modules[prefix] = module
+                for hooks in HOOKS_OF_MODULES:
+                    for hook in vars(module).get(hooks, {}).values():
+                        state._callable(hook)
         for function in code.functions:
             state._callable(function)
-        for kind in dict.fromkeys(kind for m in model.modules() for kind in type(m).__mro__):
+        for kind in dict.fromkeys(k for m in state.modules.values() for k in type(m).__mro__):
             if not _is_pythons_or_torchs(kind):
                 state._namespace(ClassAttributes(kind), f"{kind.__name__}.", frozenset())
         for name in code.modules:
@@ -151,8 +162,11 @@ class PythonState:
             self.leaves[_NUMPY_RANDOM] = (state[0], state[1].tobytes(), *state[2:])
             self._restores.append(lambda _: numpy.random.set_state(state))
 
-    def _namespace(self, values: Namespace, prefix: str, without: Set[str]) -> None:
-        """Save the attributes of a module, or variables; names with double underscores are Python's own."""
+    def _namespace(self, values: Namespace, prefix: str, without: Set[str]) -> str:
+        """Save the attributes of a module, or variables, and return how their names begin.
+
+        Names with double underscores are Python's own.
+        """
         self._prefixes[prefix] += 1
         if self._prefixes[prefix] > 1:
             # Classes, and functions with variables, may have one name.
@@ -177,6 +191,7 @@ class PythonState:
         )
         for name, value in saved.items():
             self._add(prefix + name, value)
+        return prefix
 
     def _callable(self, function: object) -> None:
         """Save the state of a hook or another function of the user: that of its object, or of its closure."""
@@ -261,6 +276,9 @@ class PythonState:
                 self.leaves[name] += (frozenset(map(_identity, members)),)
             case Iterator():
                 self.leaves[name] += _progress(value)
+            case _ if (generator := generator_state(value)) is not None:
+                self.leaves[name] += (generator.content,)
+                self._restores.append(lambda _: generator.restore())
             case _ if (attributes := _own_attributes(value)) is not None:
                 self._namespace(attributes, f"{name}.", frozenset())
 
@@ -301,31 +319,33 @@ def _unmentioned(module: ModuleType) -> Set[str]:
 
 
 def tensor_attributes(
-    model: nn.Module, names: Iterable[str]
+    modules: Mapping[str, nn.Module], names: Iterable[str]
 ) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield the named attributes of modules that are tensors: module, attribute, tensor."""
-    for module, attribute, value in _attributes(model, names):
+    """Yield the named attributes of ``PythonState.modules`` that are tensors: module, attribute, tensor."""
+    for module, attribute, value in _attributes(modules, names):
         if isinstance(value, Tensor):
             yield module, attribute, value
 
 
 def number_attributes(
-    model: nn.Module, names: Iterable[str]
+    modules: Mapping[str, nn.Module], names: Iterable[str]
 ) -> Iterator[tuple[nn.Module, str, float]]:
-    """Yield the named attributes of modules that are numbers: module, attribute, value."""
-    for module, attribute, value in _attributes(model, names):
+    """Yield the named attributes of ``PythonState.modules`` that are numbers: module, attribute, value."""
+    for module, attribute, value in _attributes(modules, names):
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield module, attribute, value
 
 
-def _attributes(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Module, str, object]]:
+def _attributes(
+    modules: Mapping[str, nn.Module], names: Iterable[str]
+) -> Iterator[tuple[nn.Module, str, object]]:
     """Yield the named attributes of modules that exist: module, attribute, value."""
-    modules = dict(model.named_modules())
     for name in names:
-        owner, _, attribute = name.rpartition(".")
-        value = vars(modules[owner]).get(attribute) if owner in modules else None
-        if value is not None and not is_to_store(value):
-            yield modules[owner], attribute, value
+        owner, dot, attribute = name.rpartition(".")
+        module = modules.get(owner + dot)
+        value = None if module is None else vars(module).get(attribute)
+        if module is not None and value is not None and not is_to_store(value):
+            yield module, attribute, value
 
 
 def _own_attributes(value: object) -> Namespace | None:

@@ -28,6 +28,7 @@ from zeroir.frontend.capture.python_state import (
     number_attributes,
     tensor_attributes,
 )
+from zeroir.frontend.source.generators import later_clocks
 from zeroir.frontend.watch.stored_tensors import Container, StorePlace
 
 _MOST_NAMES = 3
@@ -93,6 +94,17 @@ def checked_state(
         first.restore()
 
 
+def require_no_clock(joint: JointGraph, capture: Callable[[], JointGraph], line: str) -> None:
+    """Raise a UserError if a later capture of code that reads a clock, at this line, is not ``joint``."""
+    with later_clocks():
+        is_alike = _is_captured_alike(joint, capture)
+    if not is_alike:
+        raise UserError(
+            f"The model computes with a clock or with random bits of the system, which {line} reads, while a program "
+            "computes the same at every step: pass the value with the batch, or draw from torch's generators."
+        )
+
+
 def stores_of_evaluation(
     joint: CapturedGraph, model: nn.Module, step: LossStep, capture: Callable[[], CapturedGraph]
 ) -> tuple[StorePlace, ...]:
@@ -149,7 +161,7 @@ def _counter_note(
     capture: Callable[[], CapturedGraph],
 ) -> str:
     """Return a sentence on numbers that change at every call without effect; UserError for other state."""
-    counters = list(number_attributes(model, names))
+    counters = list(number_attributes(step.state.modules, names))
     if len(counters) == len(names) and _enter_nothing(joint, model, step, counters, capture):
         return (
             f"The model's forward changes {_listed(names)} at every call, and the program does not; no computation "
@@ -259,7 +271,7 @@ def _kept_tensor_note(
 ) -> str:
     """Return a sentence on tensors that the first forward stores and later ones use; UserError if they change."""
     step.state.restore()
-    attributes = list(tensor_attributes(model, changed))
+    attributes = list(tensor_attributes(step.state.modules, changed))
     refusal = UserError(
         f"The model's forward changes {_listed(changed)} and computes something else at its next call, while a program "
         "computes the same at every step: keep changing state in a buffer (register_buffer), pass it with the batch, "

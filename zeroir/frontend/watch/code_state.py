@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -167,6 +168,9 @@ class CodeState:
         for function, name, line in self.code.globals_of:
             if name in function.__globals__ and is_users(function):
                 self._global(function, name, line)
+        for function, name, line in self.code.imports:
+            if is_users(function):
+                self._imported(name, line)
         for function in self.code.functions:
             if is_users(function):
                 self._closure(function)
@@ -313,10 +317,17 @@ class CodeState:
         if label not in self.numbers:
             self.quick.add_global(space, name, value)
         self.lines.setdefault(label, line)
-        if isinstance(value, ModuleType) and not is_known_package(value.__name__):
-            self._attributes(label, vars(value), value)
-        else:
-            self._add(label, value, NumberPlace(space, name))
+        self._add(label, value, NumberPlace(space, name))
+
+    def _imported(self, name: str, line: str) -> None:
+        """Add a module that a function imports, and the packages that it is in."""
+        parts = name.split(".")
+        for count_of_parts in range(1, len(parts) + 1):
+            full_name = ".".join(parts[:count_of_parts])
+            module = sys.modules.get(full_name)
+            if module is not None:
+                self.lines.setdefault(full_name, line)
+                self._add(self._label(full_name, id(module)), module)
 
     def _closure(self, function: FunctionType) -> None:
         for name, cell in zip(
@@ -382,12 +393,15 @@ class CodeState:
             self._tensor(name, value)
         elif isinstance(value, _BY_IDENTITY):
             self.leaves[name] = (type(value), id(value))
+            is_new = id(value) not in self._seen
             self._seen[id(value)] = value
             if isinstance(value, FunctionType):
                 self._reach(value)
                 self._attributes_of_function(name, value)
-            if isinstance(value, type) and not is_known_package(value.__module__):
-                self._attributes(name, vars(value), value)
+            elif is_new and isinstance(value, type | ModuleType):
+                home = value.__module__ if isinstance(value, type) else value.__name__
+                if not is_known_package(home):
+                    self._attributes(name, vars(value), value)
         elif id(value) in self._seen:
             self.leaves[name] = (type(value), id(value))
         else:
@@ -481,8 +495,9 @@ class CodeState:
         if not isinstance(owner, type | ModuleType):
             self.code.add_class(type(owner))
             self.code.follow()
-        contents = dict(values)
-        self.quick.add_container(values, contents)
+        contents = None if isinstance(owner, ModuleType) else dict(values)
+        if contents is not None:
+            self.quick.add_container(values, contents)
         space = ClassAttributes(owner) if isinstance(owner, type) else cast("Namespace", values)
         for key, value in list(values.items()):
             is_pythons = key.startswith("__")
@@ -491,8 +506,11 @@ class CodeState:
                 self.leaves[f"{name}.{key}"] = (FunctionType, id(value))
                 self._seen[id(value)] = value
             if not is_pythons and self.code.mentions(key) and not self._is_stored(space, key):
-                self.lines.setdefault(f"{name}.{key}", self.code.attributes.get(key, ""))
-                self._add(f"{name}.{key}", value, NumberPlace(space, key, contents))
+                label = f"{name}.{key}"
+                if contents is None and label not in self.numbers:
+                    self.quick.add_global(values, key, value)
+                self.lines.setdefault(label, self.code.attributes.get(key, ""))
+                self._add(label, value, NumberPlace(space, key, contents))
 
 
 def _checksum_of_array(value: object) -> Callable[[], int] | None:

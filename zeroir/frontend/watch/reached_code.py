@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dis
 import functools
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cache
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Final
@@ -19,6 +22,7 @@ from typing import Final
 from torch import nn
 
 from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES, gradient_hooks
+from zeroir.frontend.source.generators import is_clock
 from zeroir.frontend.source.imports import is_known_package
 from zeroir.frontend.source.source_lines import is_users_file, line_of_code
 
@@ -27,24 +31,52 @@ _LOADS_ATTRIBUTE: Final = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATT
 _READS_ANY_NAME: Final = frozenset(("getattr", "vars", "globals", "eval", "exec", "__dict__"))
 """Names of functions and attributes by which code may read what it does not mention."""
 
+_OF_COMPARISONS: Final = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__")
+_OF_TEXTS: Final = ("__format__", "__str__", "__repr__")
+_COMPARES: Final = frozenset(("COMPARE_OP", "CONTAINS_OP"))
+_FORMATS: Final = frozenset(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC"))
+_NOT_OF_STEPS: Final = frozenset(
+    (
+        *_OF_COMPARISONS,
+        *_OF_TEXTS,
+        *("__new__", "__init__", "__post_init__", "__del__", "__init_subclass__", "__set_name__"),
+        *("__class_getitem__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
+        *("__getnewargs__", "__getnewargs_ex__", "__copy__", "__deepcopy__", "__replace__"),
+        *("__dir__", "__sizeof__"),
+    )
+)
+"""Methods that Python calls when it makes, copies, compares or prints objects; it calls others whenever it computes."""
+
+
+class _Kind(Enum):
+    """How code mentions a name."""
+
+    GLOBAL = auto()
+    ATTRIBUTE = auto()
+    IMPORT = auto()
+    CALLED_BY_PYTHON = auto()
+
 
 @dataclass(slots=True)
 class ReachedCode:
-    """The functions that a step may run. ``globals_of`` has the globals that each mentions.
+    """The functions that a step may run, with the globals that each mentions and the modules that it imports.
 
     ``attributes`` maps the names of attributes, and texts that may be such names, to the line that mentions them; the
     user's lines win over those of libraries, and ``of_users`` are those that the user's own code mentions, and
     ``of_package`` those of each package. ``reads_any_name`` is whether the user's own code may read attributes that it
     does not mention; libraries do so for bookkeeping everywhere. ``objects`` are those that are called as functions,
-    those whose methods are, and partial functions, with names for messages.
+    those whose methods are, and partial functions, with names for messages. ``clock_line`` is where the user's own code
+    mentions a clock, or random bits of the system, if it does.
     """
 
     functions: list[FunctionType] = field(default_factory=list)
     globals_of: list[tuple[FunctionType, str, str]] = field(default_factory=list)
+    imports: list[tuple[FunctionType, str, str]] = field(default_factory=list)
     attributes: dict[str, str] = field(default_factory=dict)
     of_users: set[str] = field(default_factory=set)
     of_package: dict[str, set[str]] = field(default_factory=dict)
     reads_any_name: bool = False
+    clock_line: str = ""
     objects: list[tuple[str, object]] = field(default_factory=list)
     # Functions with the same code may have other closures. They are kept alive, so that no two of them share an id.
     _seen: dict[int, FunctionType] = field(default_factory=dict)
@@ -90,9 +122,10 @@ class ReachedCode:
         for each in kind.__mro__:
             if each not in self._classes and each not in (object, nn.Module):
                 self._classes[each] = None
+                is_known = is_known_package(each.__module__)
                 for name, value in vars(each).items():
-                    if name in self.attributes or name in ("__call__", "__getattr__"):
-                        self._add(value)
+                    if name in self.attributes or _is_called_by_python(name, is_known=is_known):
+                        self._add_method(value)
 
     def reach(self, value: object) -> None:
         """Add a function of the user's, or a module, that the code calls by the name of what holds it."""
@@ -152,28 +185,70 @@ class ReachedCode:
         if all(value is not known for _, known in self.objects):
             self.objects.append((type(value).__name__, value))
 
+    def _add_method(self, value: object) -> None:
+        # What a dataclass prints is for people.
+        if not (
+            isinstance(value, FunctionType)
+            and value.__name__ == "__repr__"
+            and inspect.unwrap(value).__code__.co_filename == "<string>"
+        ):
+            self._add(value)
+
     def _read(self, function: FunctionType) -> None:
         code = function.__code__
         is_torchs = is_known_package(function.__module__)
-        for name, is_global, number in _mentioned_names(code):
+        is_users = is_users_file(code.co_filename)
+        for name, kind, number in _mentioned_names(code):
             line = line_of_code(code, number)
-            if not is_global:
-                self._mention_attribute(name, line)
-                package = (function.__module__ or "").partition(".")[0]
-                self.of_package.setdefault(package, set()).add(name)
-                if is_users_file(code.co_filename):
-                    self.of_users.add(name)
-            elif not is_torchs:
-                self._mention_global(function, name, line)
-            if name in _READS_ANY_NAME and is_users_file(code.co_filename):
+            match kind:
+                case _Kind.ATTRIBUTE:
+                    self._mention_attribute(name, line)
+                    package = (function.__module__ or "").partition(".")[0]
+                    self.of_package.setdefault(package, set()).add(name)
+                    if is_users:
+                        self.of_users.add(name)
+                        self._mention_clock(name, None, line)
+                case _Kind.CALLED_BY_PYTHON if is_users:
+                    self._mention_attribute(name, "")
+                case _Kind.IMPORT if not is_torchs:
+                    self._mention_import(function, name, line)
+                case _Kind.GLOBAL if not is_torchs:
+                    self._mention_global(function, name, line)
+                case _:
+                    pass
+            if name in _READS_ANY_NAME and is_users:
                 self.reads_any_name = True
         for value in [] if is_torchs else closure_values(function):
             self._follow_users(value)
+            if is_users:
+                self._mention_clock("", value, self.line_of(function))
 
     def _mention_global(self, function: FunctionType, name: str, line: str) -> None:
         if name in function.__globals__:
             self.globals_of.append((function, name, line))
-            self._follow_users(function.__globals__[name])
+            value = function.__globals__[name]
+            self._follow_users(value)
+            if is_users_file(function.__code__.co_filename):
+                self._mention_clock(name, value, line)
+
+    def _mention_import(self, function: FunctionType, name: str, line: str) -> None:
+        if name.startswith("."):
+            try:
+                name = importlib.util.resolve_name(name, function.__globals__.get("__package__"))
+            except ImportError:
+                return
+        self.imports.append((function, name, line))
+        if is_users_file(function.__code__.co_filename):
+            self._mention_clock(name, sys.modules.get(name), line)
+
+    def _mention_clock(self, name: str, value: object, line: str) -> None:
+        if not self.clock_line and is_clock(name, value):
+            self.clock_line = line
+
+    def mention(self, name: str) -> None:
+        """Add the name of an attribute that code reads by an object, such as an ``attrgetter``."""
+        self.of_users.add(name)
+        self._mention_attribute(name, "")
 
     def _mention_attribute(self, name: str, line: str) -> None:
         is_new = name not in self.attributes
@@ -182,7 +257,7 @@ class ReachedCode:
         if is_new:
             for kind in self._classes:
                 if name in vars(kind):
-                    self._add(vars(kind)[name])
+                    self._add_method(vars(kind)[name])
 
     def _follow_users(self, value: object) -> None:
         """Follow a function, or a class, that code mentions, unless it is Python's or torch's."""
@@ -212,20 +287,39 @@ def hooks_of(model: nn.Module) -> Iterator[Callable[..., object]]:
         yield from gradient_hooks(parameter)
 
 
+def _is_called_by_python(name: str, *, is_known: bool) -> bool:
+    """Return whether Python may call a method of a class without a mention; the class may be Python's or torch's."""
+    if is_known:
+        return name in ("__call__", "__getattr__")
+    return name.startswith("__") and name.endswith("__") and name not in _NOT_OF_STEPS
+
+
 @cache
-def _mentioned_names(code: CodeType) -> tuple[tuple[str, bool, int], ...]:
-    """Return the names that a function mentions: the name, whether it is a global, and the number of the line."""
-    names: dict[tuple[str, bool], int] = {}
+def _mentioned_names(code: CodeType) -> tuple[tuple[str, _Kind, int], ...]:
+    """Return the names that a function mentions, in which way, and the number of the line."""
+    names: dict[tuple[str, _Kind], int] = {}
+    level = 0
     for instruction in dis.get_instructions(code):
-        name, kind = instruction.argval, instruction.opname
+        name, opcode = instruction.argval, instruction.opname
+        line = None if instruction.positions is None else instruction.positions.lineno
+        number = line or code.co_firstlineno
+        if opcode == "LOAD_CONST" and isinstance(name, int):
+            level = name  # an import has it before the names of its members
         if isinstance(name, CodeType):
-            for inner, is_global, number in _mentioned_names(name):
-                names.setdefault((inner, is_global), number)
-        elif isinstance(name, str) and (
-            kind in _LOADS_GLOBAL
-            or kind in _LOADS_ATTRIBUTE
-            or (kind == "LOAD_CONST" and name.isidentifier())
-        ):
-            line = None if instruction.positions is None else instruction.positions.lineno
-            names.setdefault((name, kind in _LOADS_GLOBAL), line or code.co_firstlineno)
-    return tuple((name, is_global, number) for (name, is_global), number in names.items())
+            for inner, kind, inner_number in _mentioned_names(name):
+                names.setdefault((inner, kind), inner_number)
+        elif opcode in _COMPARES:
+            names |= {(method, _Kind.CALLED_BY_PYTHON): number for method in _OF_COMPARISONS}
+        elif opcode in _FORMATS:
+            names |= {(method, _Kind.CALLED_BY_PYTHON): number for method in _OF_TEXTS}
+        elif not isinstance(name, str):
+            continue
+        elif opcode == "IMPORT_NAME":
+            names.setdefault((level * "." + name, _Kind.IMPORT), number)
+        elif opcode in _LOADS_GLOBAL:
+            names.setdefault((name, _Kind.GLOBAL), number)
+            if name in ("str", "repr", "format"):
+                names |= {(method, _Kind.CALLED_BY_PYTHON): number for method in _OF_TEXTS}
+        elif opcode in _LOADS_ATTRIBUTE or (opcode == "LOAD_CONST" and name.isidentifier()):
+            names.setdefault((name, _Kind.ATTRIBUTE), number)
+    return tuple((name, kind, number) for (name, kind), number in names.items())
