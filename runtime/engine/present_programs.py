@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from zeroir.errors import UserError
@@ -139,6 +140,7 @@ class PresentPrograms:
 
     def look_outside(self, *, is_step: bool = True) -> None:
         """Follow what changed outside, and raise UserError where something did that cannot be followed."""
+        _require_no_autocast()
         self._followed.follow_optimizers()
         changed = self._followed.changed_programs(is_step=is_step)
         if changed is not None:
@@ -169,3 +171,12 @@ class PresentPrograms:
     def keep(self, moment: Storing, tensors: Mapping[str, Tensor]) -> None:
         """Put tensors where the user's code would store them."""
         self._followed.keep(moment, tensors)
+
+
+def _require_no_autocast() -> None:
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise UserError(
+                f"The engine is called within torch.autocast('{device}'), which changes nothing in a program: leave that "
+                "block and compile with precision='bf16' or 'fp16', or enter autocast in forward or in the loss function."
+            )

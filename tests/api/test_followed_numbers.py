@@ -212,3 +212,24 @@ def test_what_cannot_be_computed_from_a_number_is_an_error() -> None:
     schedule.temperature = 0.0
     assert engine.step(X).loss == math.inf
     engine.close(return_values=False)
+
+
+@pytest.mark.parametrize("form", ["{:.1f}", "{}"])
+def test_the_text_of_a_number_is_read(form: str) -> None:
+    """A text is a key of a dict: values that differ too little to change it are no evidence that none does."""
+    factors = {"0.1": 3.0}
+    net = Net()
+    engine = zeroir.compile(
+        net,
+        X,
+        loss=lambda module, x: module(x).square().mean() * factors.get(form.format(beta), 1.0),
+        lr=0.0,
+        optimizer="sgd",
+        world_size=1,
+    ).engine(self_check=False)
+    losses = []
+    for value in (0.0, 0.5, 0.1, 0.6):
+        globals()["beta"] = value
+        losses.append(engine.step(X).loss)
+    engine.close(return_values=False)
+    assert [loss / losses[0] for loss in losses] == pytest.approx([1, 1, 3, 1], rel=1e-6)

@@ -1,12 +1,19 @@
-"""What code reads without naming it: methods that Python calls, imports in functions, generators, clocks."""
+"""What code reads without naming it: methods that Python calls, imports in functions, containers, clocks."""
 
 from __future__ import annotations
 
+import operator
+import os
 import random
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from types import ModuleType
+import weakref
+from array import array
+from collections import ChainMap, UserDict
+from collections.abc import Callable, Iterator, MutableMapping
+from contextvars import ContextVar
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -121,6 +128,105 @@ def test_what_methods_that_python_calls_read_counts(
     require_refused(factor, lambda: change(monkeypatch))
 
 
+class Counted:
+    """Is equal to every other one."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Counted)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Table(dict[str, float]):
+    """A dict with an attribute."""
+
+    scale = 1.0
+
+    def scaled(self) -> float:
+        return self["x"] * self.scale
+
+
+held: dict[str, Any] = {
+    "user dict": UserDict(x=1.0),
+    "chain": ChainMap({}, {"x": 1.0}),
+    "proxied": {"x": 1.0},
+    "table": Table(x=1.0),
+    "array": array("d", [1.0, 2.0]),
+    "bytes": bytearray(b"ab"),
+    "many": [1.0] * 20_000,
+    "many keys": dict.fromkeys(range(20_000), 1.0),
+    "ordered": {"x": 1.0, "y": 2.0},
+    "equal": Counted(1.0),
+    "equals": [Counted(1.0)],
+    "variable": ContextVar("variable", default=1.0),
+    "thread": threading.local(),
+    "read": operator.attrgetter("value"),
+    "referred": weakref.ref(numbers),
+    "module dict": nn.ModuleDict({"x": nn.Tanh(), "y": nn.ReLU()}),
+}
+held["thread"].x = 1.0
+proxy = MappingProxyType(held["proxied"])
+
+
+def moved_to_the_end(table: MutableMapping[str, Any] | nn.ModuleDict) -> None:
+    table["x"] = table.pop("x")
+
+
+CONTAINERS: list[tuple[str, Factor, Callable[[], object]]] = [
+    ("user dict", lambda: held["user dict"]["x"], lambda: held["user dict"].update(x=0.5)),
+    ("chain", lambda: held["chain"]["x"], lambda: held["chain"].update(x=0.5)),
+    ("proxied", lambda: proxy["x"], lambda: held["proxied"].update(x=0.5)),
+    ("table", lambda: 2 * held["table"].scaled(), lambda: setattr(held["table"], "scale", 0.5)),
+    ("array", lambda: held["array"][0], lambda: held["array"].__setitem__(0, 0.5)),
+    ("bytes", lambda: held["bytes"][0], lambda: held["bytes"].__setitem__(0, 3)),
+    ("many", lambda: held["many"][-1], lambda: held["many"].__setitem__(-1, 0.5)),
+    ("many keys", lambda: held["many keys"][1], lambda: held["many keys"].update({1: 0.5})),
+    (
+        "order",
+        lambda: next(iter(held["ordered"].values())),
+        lambda: moved_to_the_end(held["ordered"]),
+    ),
+    ("equal", lambda: held["equal"].value, lambda: held.update(equal=Counted(0.5))),
+    (
+        "equals",
+        lambda: held["equals"][0].value,
+        lambda: held["equals"].__setitem__(0, Counted(0.5)),
+    ),
+    ("variable", lambda: 2 * held["variable"].get(), lambda: held["variable"].set(0.5)),
+    ("thread", lambda: held["thread"].x, lambda: setattr(held["thread"], "x", 0.5)),
+    ("read", lambda: held["read"](numbers), lambda: setattr(numbers, "value", 0.25)),
+    ("referred", lambda: held["referred"]().value, lambda: setattr(numbers, "value", 0.125)),
+    (
+        "module dict",
+        lambda: next(iter(held["module dict"].values()))(torch.ones(())),
+        lambda: moved_to_the_end(held["module dict"]),
+    ),
+    (
+        "environment",
+        lambda: float(os.environ.get("factor_of_a_test", "1")),  # noqa: SIM112
+        lambda: os.environ.update(factor_of_a_test="2"),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("factor", "change"), [each[1:] for each in CONTAINERS], ids=[each[0] for each in CONTAINERS]
+)
+def test_what_pythons_own_containers_hold_counts(
+    factor: Factor, change: Callable[[], object]
+) -> None:
+    value = numbers.value
+    try:
+        require_refused(factor, change)
+    finally:
+        numbers.value = value
+        os.environ.pop("factor_of_a_test", None)
+
+
 def imports_a_module() -> float:
     import settings_of_a_test  # type: ignore[import-not-found]
 
@@ -224,7 +330,7 @@ def test_code_that_only_measures_its_time_is_compiled() -> None:
 
 
 def require_refused(
-    factor: Factor, change: Callable[[], None] | None, *, match: str = "now, but"
+    factor: Factor, change: Callable[[], object] | None, *, match: str = "now, but"
 ) -> None:
     """A step is refused after the change of what a factor of the loss reads."""
 

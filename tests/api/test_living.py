@@ -323,3 +323,24 @@ def test_a_change_of_code_keeps_a_change_of_the_optimizer_and_steps_of_several_b
     scaled(net).tau = 4.0
     engine.step([X, X])
     assert engine.step_count == 3
+
+
+def test_autocast_around_an_engine_is_refused(trained: tuple[nn.Sequential, Engine]) -> None:
+    _, engine = trained
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(UserError, match=r"within torch\.autocast\('cpu'\), which changes nothing"),
+    ):
+        engine.step(X)
+    engine.step(X)
+
+
+def test_a_hook_of_all_modules_is_refused(trained: tuple[nn.Sequential, Engine]) -> None:
+    _, engine = trained
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *given: given[2])
+    try:
+        with pytest.raises(UserError, match="A hook of all modules is there now, but was not"):
+            engine.step(X)
+    finally:
+        handle.remove()
+    engine.step(X)

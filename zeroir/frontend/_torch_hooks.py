@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
+from torch.nn.modules import module as nn_module
 
 GradientHook = Callable[[Tensor], Tensor | None]
 
@@ -20,6 +21,17 @@ HOOKS_OF_MODULES = (
 def gradient_hooks(tensor: Tensor) -> tuple[GradientHook, ...]:
     """Return the hooks that the user's code registered with ``register_hook``, in order."""
     return tuple((tensor._backward_hooks or {}).values())
+
+
+def global_hooks() -> tuple[Callable[..., object], ...]:
+    """Return the hooks that the user's code registered for all modules of the process."""
+    hooks = (
+        nn_module._global_forward_pre_hooks,
+        nn_module._global_forward_hooks,
+        nn_module._global_backward_pre_hooks,
+        nn_module._global_backward_hooks,
+    )
+    return tuple(hook for by_handle in hooks for hook in by_handle.values())
 
 
 def version_of(tensor: Tensor) -> int:

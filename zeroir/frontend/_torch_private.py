@@ -38,7 +38,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
-from torch.nn.modules import module as nn_module
 from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -279,17 +278,6 @@ def as_plain_tensors() -> AbstractContextManager[None]:
 def has_partial_backward_hooks(module: nn.Module) -> bool:
     """Return whether the user's code called the deprecated ``register_backward_hook`` of this module."""
     return bool(module._backward_hooks) and module._is_full_backward_hook is False
-
-
-def global_hooks() -> tuple[Callable[..., object], ...]:
-    """Return the hooks that the user's code registered for all modules of the process."""
-    hooks = (
-        nn_module._global_forward_pre_hooks,
-        nn_module._global_forward_hooks,
-        nn_module._global_backward_pre_hooks,
-        nn_module._global_backward_hooks,
-    )
-    return tuple(hook for by_handle in hooks for hook in by_handle.values())
 
 
 def storage_address(tensor: Tensor) -> int:

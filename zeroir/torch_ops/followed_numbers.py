@@ -130,15 +130,21 @@ class FollowedNumber:
         return hash(_read(self))
 
     def __repr__(self) -> str:
-        return repr(_plain(self))
+        return cast("str", self.numbers.answer(f"repr({self.text})", lambda: repr(_plain(self))))
 
     def __format__(self, spec: str) -> str:
-        return format(_plain(self), spec)
+        text = f"format({self.text}, {spec!r})"
+        return cast("str", self.numbers.answer(text, lambda: format(_plain(self), spec)))
 
     @classmethod
     def __torch_function__(cls, *_: object) -> object:
         """Let torch's functions take such a number to the mode that traces them."""
         return NotImplemented
+
+
+def text_of(value: object) -> str:
+    """Return the ``repr`` of a value, for a followed number that of its present value, without a note of it."""
+    return repr(_plain(value) if isinstance(value, FollowedNumber) else value)
 
 
 def _followed(numbers: FollowedNumbers, text: str, compute: Compute) -> object:

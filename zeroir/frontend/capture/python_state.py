@@ -43,6 +43,7 @@ from zeroir.frontend.source.namespaces import (
 )
 from zeroir.frontend.watch.stored_tensors import Container, StorePlace
 from zeroir.frontend.watch.values_to_store import is_to_store
+from zeroir.torch_ops.followed_numbers import text_of
 
 Leaf = tuple[object, ...]
 IsSame = Callable[[object, object], bool]
@@ -229,7 +230,7 @@ class PythonState:
             self.leaves[name] = (is_to_store,)
         elif isinstance(value, PLAIN):
             # As text, because NaN is not equal to NaN, and True is equal to 1.
-            self.leaves[name] = (type(value), repr(value))
+            self.leaves[name] = (type(value), text_of(value))
         elif isinstance(value, Tensor):
             self.leaves[name] = (Tensor, value.dtype, tuple(value.shape))
         elif isinstance(value, _CACHED):
@@ -258,7 +259,7 @@ class PythonState:
                 if len(pairs) <= _MOST_ITEMS:
                     self._restores.append(lambda is_same: _refill_mapping(value, pairs, is_same))
                     self.containers.append(Container(name=name, values=value, contents=pairs))
-                    self._add_all(name, ((repr(key), item) for key, item in pairs.items()))
+                    self._add_all(name, ((text_of(key), item) for key, item in pairs.items()))
             case list() | deque() | set() if len(value) > _MOST_ITEMS:
                 length = len(value)
                 self.leaves[name] += (length,)
@@ -362,7 +363,7 @@ def _progress(iterator: Iterator[object]) -> Leaf:
     """Return a value that changes when a Python iterator advances, as far as this is visible."""
     frame = iterator.gi_frame if isinstance(iterator, GeneratorType) else None
     if frame is not None:
-        variables = {name: repr(x) for name, x in frame.f_locals.items() if isinstance(x, PLAIN)}
+        variables = {name: text_of(x) for name, x in frame.f_locals.items() if isinstance(x, PLAIN)}
         return (frame.f_lasti, tuple(variables.items()))
     return (repr(iterator), operator.length_hint(iterator, -1))
 
@@ -372,7 +373,7 @@ def _is_pythons_or_torchs(kind: type) -> bool:
 
 
 def _identity(value: object) -> object:
-    return (type(value), repr(value)) if isinstance(value, PLAIN) else (type(value), id(value))
+    return (type(value), text_of(value)) if isinstance(value, PLAIN) else (type(value), id(value))
 
 
 def _is_same(current: object, saved: object) -> bool:

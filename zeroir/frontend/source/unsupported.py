@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.errors import UserError
-from zeroir.frontend._torch_private import (
-    global_hooks,
-    has_accumulation_hooks,
-    has_partial_backward_hooks,
-)
+from zeroir.frontend._torch_hooks import global_hooks
+from zeroir.frontend._torch_private import has_accumulation_hooks, has_partial_backward_hooks
 from zeroir.frontend.source.source import SourceNames, capitalised
 from zeroir.frontend.source.source_lines import line_of_definition, line_of_module, refusals_at
 from zeroir.torch_ops.absent_tensors import MovedTensor

@@ -11,7 +11,6 @@ import argparse
 import functools
 import os
 import sys
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from itertools import count
 from types import (
     BuiltinFunctionType,
     FunctionType,
+    MappingProxyType,
     MethodType,
     ModuleType,
     SimpleNamespace,
@@ -27,7 +27,7 @@ from typing import Any, Final, cast
 
 from torch import Tensor, nn
 
-from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES, version_of
+from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES, global_hooks, version_of
 from zeroir.frontend.source.imports import is_known_package, is_main
 from zeroir.frontend.source.namespaces import (
     PLAIN,
@@ -39,9 +39,11 @@ from zeroir.frontend.source.namespaces import (
     place_id,
 )
 from zeroir.frontend.source.source_lines import is_users_file
+from zeroir.frontend.watch.contents import checksum_of, digest, held_by, names_read_by
 from zeroir.frontend.watch.live_modules import LiveModules
 from zeroir.frontend.watch.quick_comparison import MISSING, QuickComparison
 from zeroir.frontend.watch.reached_code import ReachedCode
+from zeroir.torch_ops.followed_numbers import text_of
 
 Leaf = tuple[object, ...]
 
@@ -49,7 +51,7 @@ _NUMBERS: Final = (int, float)
 _BY_IDENTITY: Final = (type, FunctionType, BuiltinFunctionType, ModuleType)
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
 _MOST_ITEMS: Final = 10_000
-"""Larger containers hold data: they count by their length."""
+"""Larger containers hold data: their items count as values, or as which objects they are."""
 
 _NAMESPACES: Final = (SimpleNamespace, argparse.Namespace)
 """Python's own classes for objects whose attributes are the user's."""
@@ -176,17 +178,17 @@ class CodeState:
                 self._closure(function)
         if not self.code.of_users.isdisjoint(_OF_ENVIRONMENT):
             self._environment()
+        for number, hook in enumerate(global_hooks()):
+            self._seen[id(hook)] = hook
+            self.leaves[f"all modules.hooks[{number}]"] = (HOOK, id(hook))
+        self.quick.add_computed(global_hooks)
 
     def _environment(self) -> None:
         """Add the variables of the process's environment that the user's code mentions."""
-        names = sorted(filter(str.isupper, self.code.of_users))
-
-        def values() -> list[str | None]:
-            return list(map(os.environ.get, names))
-
-        for name, value in zip(names, values(), strict=True):
-            self.leaves[f"os.environ['{name}']"] = (type(value), repr(value))
-        self.quick.add_computed(values)
+        for name in sorted(self.code.of_users & os.environ.keys()):
+            self.leaves[f"os.environ[{name!r}]"] = (str, repr(os.environ[name]))
+        encoded = vars(os.environ)["_data"]
+        self.quick.add_container(encoded, dict(encoded))
 
     def _label(self, name: str, owner: object) -> str:
         """Return a name that nothing else has: this one, with a number where another owner has it."""
@@ -235,6 +237,9 @@ class CodeState:
             self.leaves[f"{path}.{name}".strip(".")] = (nn.Module, type(child).__name__, id(child))
         for kind in ("_modules", "_parameters", "_buffers"):
             self.quick.add_container(own[kind], dict(own[kind]))
+        if isinstance(module, nn.ModuleDict):
+            self.leaves[f"{path}.keys()".strip(".")] = (list, repr(list(module._modules)))
+            self.quick.add_computed(lambda: list(module._modules))
         live = self.live
         if live is None or module not in live.modules:
             self.quick.add_container(own, contents)
@@ -388,7 +393,7 @@ class CodeState:
                 self.places[name] = place
             # As text, because NaN is not equal to NaN, and True is equal to 1.
             is_followed = name in self.numbers and type(value) in _NUMBERS
-            self.leaves[name] = (type(value), FOLLOWED if is_followed else repr(value))
+            self.leaves[name] = (type(value), FOLLOWED if is_followed else text_of(value))
         elif isinstance(value, Tensor):
             self._tensor(name, value)
         elif isinstance(value, _BY_IDENTITY):
@@ -407,6 +412,9 @@ class CodeState:
         else:
             self._seen[id(value)] = value
             self.leaves[name] = (type(value), id(value))
+            if place is not None and isinstance(type(value).__eq__, FunctionType):
+                # Another object may say that it is equal.
+                self.quick.add_computed(lambda: id(place.value))
             self._mutable(name, value)
 
     def _attributes_of_function(self, name: str, function: FunctionType) -> None:
@@ -448,24 +456,42 @@ class CodeState:
             case deque():
                 self._items(name, value, enumerate(value), deque)
             case tuple():
-                self.leaves[name] = (tuple, len(value))
+                self.leaves[name] = (tuple, len(value), digest(value[_MOST_ITEMS:]))
                 for index, item in enumerate(value[:_MOST_ITEMS]):
                     self._add(f"{name}[{index}]", item)
             case set() | frozenset():
                 self.quick.add_container(value, set(value))
                 self.leaves[name] += (frozenset(map(repr, value)),)
-            case _ if (checksum := _checksum_of_array(value)) is not None:
+            case MappingProxyType():
+                self.quick.add_container(value, dict(value))
+                self.leaves[name] += (tuple(map(repr, value)),)
+                for key, item in value.items():
+                    self._add(f"{name}[{key!r}]", item)
+            case _ if (checksum := checksum_of(value)) is not None:
                 self.leaves[name] = (type(value), checksum())
                 self.quick.add_computed(checksum)
-            case _ if isinstance(value, _NAMESPACES) or not is_known_package(
-                type(value).__module__
-            ):
-                self._classes(value)
-                if hasattr(value, "__dict__"):
-                    self._attributes(name, vars(value), value)
-                elif hasattr(type(value), "__slots__"):
-                    slots = SlotAttributes(value)
-                    self._attributes(name, slots, value)
+            case _ if (held := held_by(value)) is not None:
+                expression, read = held
+                self.quick.add_computed(lambda: id(read()))
+                self._add(name + expression, read())
+            case _:
+                for read_name in names_read_by(value):
+                    self.code.mention(read_name)
+        self._attributes_of_object(name, value)
+
+    def _attributes_of_object(self, name: str, value: object) -> None:
+        """Add the attributes of an object of the user's class, which may extend one of Python's."""
+        kind = type(value)
+        is_namespace = isinstance(value, _NAMESPACES)
+        if not is_namespace and (is_known_package(kind.__module__) or _is_trainer(value)):
+            return
+        if isinstance(value, nn.Module) or checksum_of(value) is not None:
+            return
+        self._classes(value)
+        if hasattr(value, "__dict__"):
+            self._attributes(name, vars(value), value)
+        elif hasattr(kind, "__slots__"):
+            self._attributes(name, SlotAttributes(value), value)
 
     def _items(
         self,
@@ -477,12 +503,22 @@ class CodeState:
         if self._is_stored(value, None):
             return  # The code only appends to it.
         own = [(key, item) for key, item in items if not self._is_stored(value, key)]
-        self.leaves[name] = (type(value), id(value), len(own))
-        if len(value) <= _MOST_ITEMS:
-            contents = copied(value)
-            self.quick.add_container(value, contents)
-            for key, item in own:
-                self._add(f"{name}[{key!r}]", item, NumberPlace(value, key, contents))
+        contents = copied(value)
+        self.quick.add_container(value, contents)
+        if isinstance(value, dict):
+            # Equal dicts may differ in the order of their keys.
+            self.quick.add_computed(lambda: list(value))
+        if len(value) > _MOST_ITEMS:
+            self.leaves[name] = (
+                type(value),
+                id(value),
+                digest(part for pair in own for part in pair),
+            )
+            return
+        keys = digest(key for key, _ in own)
+        self.leaves[name] = (type(value), id(value), len(own), keys)
+        for key, item in own:
+            self._add(f"{name}[{key!r}]", item, NumberPlace(value, key, contents))
 
     def _classes(self, value: object) -> None:
         """Add the attributes of the user's classes that an object is of."""
@@ -511,14 +547,6 @@ class CodeState:
                     self.quick.add_global(values, key, value)
                 self.lines.setdefault(label, self.code.attributes.get(key, ""))
                 self._add(label, value, NumberPlace(space, key, contents))
-
-
-def _checksum_of_array(value: object) -> Callable[[], int] | None:
-    """Return a function that computes a checksum of a NumPy array's or scalar's values; None for other objects."""
-    content = getattr(value, "tobytes", None)
-    if type(value).__module__ != "numpy" or content is None:
-        return None
-    return lambda: zlib.crc32(content())
 
 
 def _is_trainer(value: object) -> bool:

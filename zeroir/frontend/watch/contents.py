@@ -1,0 +1,57 @@
+"""What objects of Python's and NumPy's own classes hold, whose code is not followed."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+import zlib
+from array import array
+from collections import ChainMap, UserDict, UserList, UserString
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+
+from zeroir.frontend.source.namespaces import PLAIN
+from zeroir.torch_ops.followed_numbers import text_of
+
+
+def checksum_of(value: object) -> Callable[[], int] | None:
+    """Return a function that computes a checksum of an array's, scalar's or buffer's values; None for other objects."""
+    if isinstance(value, array | bytearray):
+        return lambda: zlib.crc32(value)
+    content = getattr(value, "tobytes", None)
+    if type(value).__module__ != "numpy" or content is None:
+        return None
+    return lambda: zlib.crc32(content())
+
+
+def held_by(value: object) -> tuple[str, Callable[[], object]] | None:
+    """Return the expression, after the object's name, for what an object refers to, and a function that reads it."""
+    match value:
+        case UserDict() | UserList() | UserString():
+            return ".data", lambda: value.data
+        case ChainMap():
+            return ".maps", lambda: value.maps
+        case weakref.ReferenceType():
+            return "()", value
+        case ContextVar():
+            return ".get()", lambda: value.get(None)
+        case threading.local():
+            return ".__dict__", lambda: vars(value)
+        case _:
+            return None
+
+
+def names_read_by(value: object) -> Iterable[str]:
+    """Return the names of attributes that an ``attrgetter`` or ``methodcaller`` reads."""
+    if isinstance(value, operator.attrgetter):
+        return [part for name in value.__reduce__()[1] for part in str(name).split(".")]
+    if isinstance(value, operator.methodcaller):
+        return [str(value.__reduce__()[1][0])]
+    return ()
+
+
+def digest(items: Iterable[object]) -> int:
+    """Return a checksum of items: of the values of plain ones, and of which objects the others are."""
+    texts = (text_of(item) if isinstance(item, PLAIN) else str(id(item)) for item in items)
+    return zlib.crc32("\n".join(texts).encode())
