@@ -48,7 +48,7 @@ _NOT_OF_STEPS: Final = frozenset(
 """Methods that Python calls when it makes, copies, compares or prints objects; it calls others whenever it computes."""
 
 
-class _Kind(Enum):
+class _Mention(Enum):
     """How code mentions a name."""
 
     GLOBAL = auto()
@@ -201,18 +201,18 @@ class ReachedCode:
         for name, kind, number in _mentioned_names(code):
             line = line_of_code(code, number)
             match kind:
-                case _Kind.ATTRIBUTE:
+                case _Mention.ATTRIBUTE:
                     self._mention_attribute(name, line)
                     package = (function.__module__ or "").partition(".")[0]
                     self.of_package.setdefault(package, set()).add(name)
                     if is_users:
                         self.of_users.add(name)
                         self._mention_clock(name, None, line)
-                case _Kind.CALLED_BY_PYTHON if is_users:
+                case _Mention.CALLED_BY_PYTHON if is_users:
                     self._mention_attribute(name, "")
-                case _Kind.IMPORT if not is_torchs:
+                case _Mention.IMPORT if not is_torchs:
                     self._mention_import(function, name, line)
-                case _Kind.GLOBAL if not is_torchs:
+                case _Mention.GLOBAL if not is_torchs:
                     self._mention_global(function, name, line)
                 case _:
                     pass
@@ -295,9 +295,9 @@ def _is_called_by_python(name: str, *, is_known: bool) -> bool:
 
 
 @cache
-def _mentioned_names(code: CodeType) -> tuple[tuple[str, _Kind, int], ...]:
+def _mentioned_names(code: CodeType) -> tuple[tuple[str, _Mention, int], ...]:
     """Return the names that a function mentions, in which way, and the number of the line."""
-    names: dict[tuple[str, _Kind], int] = {}
+    names: dict[tuple[str, _Mention], int] = {}
     level = 0
     for instruction in dis.get_instructions(code):
         name, opcode = instruction.argval, instruction.opname
@@ -309,17 +309,17 @@ def _mentioned_names(code: CodeType) -> tuple[tuple[str, _Kind, int], ...]:
             for inner, kind, inner_number in _mentioned_names(name):
                 names.setdefault((inner, kind), inner_number)
         elif opcode in _COMPARES:
-            names |= {(method, _Kind.CALLED_BY_PYTHON): number for method in _OF_COMPARISONS}
+            names |= {(method, _Mention.CALLED_BY_PYTHON): number for method in _OF_COMPARISONS}
         elif opcode in _FORMATS:
-            names |= {(method, _Kind.CALLED_BY_PYTHON): number for method in _OF_TEXTS}
+            names |= {(method, _Mention.CALLED_BY_PYTHON): number for method in _OF_TEXTS}
         elif not isinstance(name, str):
             continue
         elif opcode == "IMPORT_NAME":
-            names.setdefault((level * "." + name, _Kind.IMPORT), number)
+            names.setdefault((level * "." + name, _Mention.IMPORT), number)
         elif opcode in _LOADS_GLOBAL:
-            names.setdefault((name, _Kind.GLOBAL), number)
+            names.setdefault((name, _Mention.GLOBAL), number)
             if name in ("str", "repr", "format"):
-                names |= {(method, _Kind.CALLED_BY_PYTHON): number for method in _OF_TEXTS}
+                names |= {(method, _Mention.CALLED_BY_PYTHON): number for method in _OF_TEXTS}
         elif opcode in _LOADS_ATTRIBUTE or (opcode == "LOAD_CONST" and name.isidentifier()):
-            names.setdefault((name, _Kind.ATTRIBUTE), number)
+            names.setdefault((name, _Mention.ATTRIBUTE), number)
     return tuple((name, kind, number) for (name, kind), number in names.items())
