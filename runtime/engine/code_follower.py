@@ -90,7 +90,14 @@ class CodeFollower:
         of_script = tuple(code.optimizers)
         is_known = self._optimizers is not None and self._optimizers.optimizers == of_script
         if of_script and live is not None and not is_known:
+            self.release()
             self._optimizers = ScriptOptimizers(of_script, code.parameter_names(), live)
+
+    def release(self) -> None:
+        """Let the script's optimizers update again."""
+        if self._optimizers is not None:
+            self._optimizers.release()
+            self._optimizers = None
 
     def compile_with(self, compile_again: Compile, present: Signatures | None = None) -> None:
         """Compile after a change instead of refusing it; ``present`` are the programs of the present state.

@@ -834,7 +834,8 @@ class Engine:
 
         The current save is finished first. The user's module whose values the engine took gets the present ones back,
         whole on every rank, as by ``return_values``; not so with ``return_values=False``, after a failed step, or while
-        an exception is handled, because other ranks may be elsewhere then. All ranks call this together.
+        an exception is handled, because other ranks may be elsewhere then. The script's own optimizer updates again
+        from then on, with new states. All ranks call this together.
 
         After a failed step this waits for nothing else, because a stream may hang in a collective with a lost peer. On
         a CUDA device the groups then remain until the process ends and torch aborts them, because destroying them would
@@ -849,6 +850,7 @@ class Engine:
             if return_values and not has_failed:
                 self._values.give_back()
         finally:
+            self._programs.close()
             self._values.close()
             self.rank_program.close()
 

@@ -43,9 +43,15 @@ class PresentPrograms:
         self._rank_program = rank_program
         self._values = values
         self._go_on_among = go_on_among
+        self._is_closed = False
         self._followed = CodeFollower(
             rank_program.job.rank, lambda: rank_program.optimizer_if_any, values.step_counts
         )
+
+    def close(self) -> None:
+        """Run nothing any more, and let the script's optimizers update again."""
+        self._is_closed = True
+        self._followed.release()
 
     @property
     def model(self) -> nn.Module | None:
@@ -140,6 +146,8 @@ class PresentPrograms:
 
     def look_outside(self, *, is_step: bool = True) -> None:
         """Follow what changed outside, and raise UserError where something did that cannot be followed."""
+        if self._is_closed:
+            raise UserError("The engine was closed: make another one to train or evaluate.")
         _require_no_autocast()
         self._followed.follow_optimizers()
         changed = self._followed.changed_programs(is_step=is_step)

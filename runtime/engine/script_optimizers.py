@@ -1,18 +1,20 @@
 """The script's own optimizers, whose groups a program took over.
 
 Their settings stay valid: a change, such as that of a learning-rate scheduler that drives them, goes on to the group of
-the running program before the next update. Their ``step`` raises UserError, because the engine updates.
+the running program before the next update. Until the engine is closed, their ``step`` raises UserError, because the
+engine updates, and so do ``state_dict`` and ``load_state_dict``, because it has their states.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NoReturn
 
 from torch.optim import Optimizer
 
-from zeroir.errors import UserError
+from zeroir.errors import CheckpointWarning, UserError
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 
 _OF_IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiable"))
@@ -41,10 +43,24 @@ class ScriptOptimizers:
         # What changed since the program was compiled, as by a scheduler that warms up, is set now.
         self._known: list[dict[str, object]] = [{} for _ in groups]
         self._set([_settings(group) for group in groups], slice(None))
+        self._own = [{name: vars(each).get(name) for name in _REFUSALS} for each in optimizers]
         for optimizer in optimizers:
-            optimizer.step = _refuse_step  # type: ignore[method-assign]
             # Else schedulers warn that step() was not called, or was replaced.
-            vars(optimizer)["_opt_called"] = True
+            vars(optimizer).update(_REFUSALS, _opt_called=True)
+
+    def release(self) -> None:
+        """Let the script's optimizers update again, from new states."""
+        for optimizer, own in zip(self.optimizers, self._own, strict=True):
+            for name, method in own.items():
+                if vars(optimizer).get(name) is not _REFUSALS[name]:
+                    continue
+                del vars(optimizer)[name]
+                if method is not None:
+                    vars(optimizer)[name] = method
+            optimizer.state.clear()
+            # SGD has states only with momentum.
+            if any(group.get("momentum", 1) for group in optimizer.param_groups):
+                _warn_at_first_step(optimizer)
 
     def follow(self) -> None:
         """Set what has changed in the groups of the program.
@@ -122,3 +138,31 @@ def _refuse_step(*_: object, **__: object) -> NoReturn:
 
 
 vars(_refuse_step)["_wrapped_by_lr_sched"] = True
+
+
+def _refuse_states(*_: object, **__: object) -> NoReturn:
+    raise UserError(
+        "The engine has the states of this optimizer: save them with engine.save or engine.optimizer_state_dict(), or "
+        "save and load them with state_dict() and load_state_dict() of engine.optimizer."
+    )
+
+
+_REFUSALS: Final[Mapping[str, Callable[..., object]]] = {
+    "step": _refuse_step,
+    "state_dict": _refuse_states,
+    "load_state_dict": _refuse_states,
+}
+"""What the script's optimizers do instead of their own methods."""
+
+
+def _warn_at_first_step(optimizer: Optimizer) -> None:
+    def warn(*_: object) -> None:
+        handle.remove()
+        warnings.warn(
+            "This optimizer begins with new states, such as momenta of zero: those of the engine ended with it. To go "
+            "on with them, take engine.optimizer_state_dict() before engine.close().",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+
+    handle = optimizer.register_step_pre_hook(warn)

@@ -15,6 +15,7 @@ from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.state.full_parameters import whole_parameters
 from zeroir.runtime.state.named_tensors import NamedTensors
 from zeroir.runtime.state.waiting_states import WaitingStates
+from zeroir.torch_ops.absent_tensors import forget_home
 
 
 def return_values(
@@ -64,3 +65,4 @@ def _put(tensors: NamedTensors, name: str, values: Tensor, device: torch.device)
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, old.requires_grad)
     tensors.replace(old, new)
+    forget_home(tensors[name])

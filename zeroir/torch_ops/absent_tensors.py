@@ -5,9 +5,11 @@ They have a shape, a dtype and a device; every computation with them raises User
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import ClassVar, Final, NamedTuple, Protocol, cast
 
 import torch
@@ -60,6 +62,13 @@ _READABLE: Final[frozenset[object]] = frozenset(
 """What does not need values."""
 
 _HOME: Final = "_home"
+_IS_PARAMETER: Final = "_is_param"
+
+_GRADIENT_READ: Final[object] = getattr(Tensor, "grad").__get__  # noqa: B009
+_USES_GRADIENTS: Final = tuple(
+    str(Path(torch.__file__).parent / name) for name in ("optim", "nn/utils", "amp")
+)
+"""Folders with the code of torch's that updates parameters, or clips or unscales their gradients."""
 
 _OF_TRAINING: Final[frozenset[object]] = frozenset(
     {Tensor.requires_grad_, getattr(Tensor, "requires_grad").__set__}  # noqa: B009
@@ -141,6 +150,25 @@ class MovedTensor(AbsentTensor):
     )
     text = "its values are in the engine"
 
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Raise an error where torch's own code would update or clip with gradients that are not here."""
+        if func == _GRADIENT_READ:  # each access makes a new method wrapper
+            code = sys._getframe(1).f_code
+            if code.co_filename.startswith(_USES_GRADIENTS) and code.co_name != "zero_grad":
+                raise UserError(
+                    "The gradients of this module are in the engine, which clips and updates: call engine.step(batch), "
+                    "leave out the optimizer's step(), and clip with clip= of zeroir.compile; result.grad_norm has the "
+                    "norm."
+                )
+        return super().__torch_function__(func, types, args, kwargs)
+
 
 def home_of(tensor: Tensor) -> Home | None:
     """Return where the values of a tensor are, if an engine has taken them."""
@@ -158,11 +186,17 @@ def set_home(tensor: Tensor, home: Home) -> None:
         vars(tensor)[_HOME] = (weakref.ref(home.lender), home.name)
 
 
+def forget_home(tensor: Tensor) -> None:
+    """Let a tensor that has its values again be as before ``absent`` and ``set_home``."""
+    for name in (_HOME, _IS_PARAMETER):
+        vars(tensor).pop(name, None)
+
+
 def absent(tensor: Tensor, kind: type[AbsentTensor]) -> Tensor:
     """Return a tensor like this one, a parameter or not, without values."""
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(mode=False):
         empty = torch.empty_like(tensor.detach(), device="meta")
         made: Tensor = torch.Tensor._make_subclass(kind, empty, tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
-        vars(made)["_is_param"] = True
+        vars(made)[_IS_PARAMETER] = True
     return made
