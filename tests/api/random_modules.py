@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+import pytest
 from torch import nn
+
+from zeroir.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +388,100 @@ FEATURES: dict[str, Feature] = {
             "        return y * self.scale\n\nscalers# = [Scaler#(), Scaler#()]"
         ),
     ),
+    "criterion": Feature(
+        "y = y + criterion#(y, torch.zeros_like(y))",
+        ("f.criterion#.delta = 0.5", "f.criterion#.reduction = 'sum'", "f.criterion#.delta = 2"),
+        file="criterion# = nn.HuberLoss(delta=1.0)",
+    ),
+    "teacher": Feature(
+        "y = y + teachers#[0](x)",
+        (
+            "f.teachers#[0].gain = 0.5",
+            "f.teachers#[0].is_on = False",
+            "f.teachers#[0].drop.p = 1.0",
+            "f.Teacher#.slope = 0.5",
+            "f.offset# = 0.5",
+            "f.Teacher#.forward = lambda self, x: self.line(x)",
+            "f.teachers#[0].line.register_forward_hook(lambda _, __, y: y * 0.5)",
+        ),
+        file=(
+            "offset# = 0.25\n\nclass Teacher#(nn.Module):\n    slope = 2.0\n"
+            "    def __init__(self):\n        super().__init__()\n"
+            "        self.line, self.drop = nn.Linear(4, 3).requires_grad_(False), nn.Dropout(0.0)\n"
+            "        self.gain, self.is_on = 1.5, True\n"
+            "    def forward(self, x):\n        y = self.drop(self.line(x)) * self.gain * self.slope\n"
+            "        return y + offset# if self.is_on else y\n\nteachers# = [Teacher#()]"
+        ),
+    ),
+    "methods that Python calls": Feature(
+        "y = y * config#['beta'] + len(config#) if config# else y * float(config#)",
+        (
+            "f.config#.items['beta'] = 0.5",
+            "f.config#.items.update(gamma=1.0)",
+            "f.config#.is_on = False",
+            "f.config#.value = 3.0",
+        ),
+        file=(
+            "class Config#:\n    def __init__(self):\n"
+            "        self.items, self.is_on, self.value = {'beta': 1.5}, True, 2.0\n"
+            "    def __getitem__(self, name):\n        return self.items[name]\n"
+            "    def __len__(self):\n        return len(self.items)\n"
+            "    def __bool__(self):\n        return self.is_on\n"
+            "    def __float__(self):\n        return self.value\n\nconfig# = Config#()"
+        ),
+    ),
+    "equal objects": Feature(
+        "y = y * self.weighed#.value",
+        ("net.weighed# = f.Weighed#(0.5)", "net.weighed#.value = 3.0"),
+        "self.weighed# = Weighed#(1.5)",
+        file=(
+            "class Weighed#:\n    def __init__(self, value):\n        self.value = value\n"
+            "    def __eq__(self, other):\n        return True\n    __hash__ = None"
+        ),
+    ),
+    "import in forward": Feature(
+        "import settings_of_# as settings\ny = y * settings.gain",
+        ("sys.modules['settings_of_#'].gain = 0.5", "sys.modules['settings_of_#'].gain = 3.0"),
+        file=(
+            "sys.modules['settings_of_#'] = types.ModuleType('settings_of_#')\n"
+            "vars(sys.modules['settings_of_#'])['gain'] = 1.5"
+        ),
+    ),
+    "containers": Feature(
+        "y = y * held#['x'] * many#[-1] * variable#.get() + next(iter(order#.values()))",
+        (
+            "f.held#['x'] = 0.5",
+            "f.many#[-1] = 3.0",
+            "f.variable#.set(0.25)",
+            "f.order#['a'] = f.order#.pop('a')",
+        ),
+        file=(
+            "held# = collections.UserDict(x=1.5)\nmany# = [1.0] * 10_001\n"
+            "variable# = contextvars.ContextVar('variable', default=2.0)\norder# = {'a': 0.5, 'b': 1.5}"
+        ),
+    ),
+    "text of a number": Feature(
+        "y = y * {'0.1': 3.0}.get(f'{self.rate#:.1f}', 1.0)",
+        ("net.rate# = 0.5", "net.rate# = 0.1", "net.rate# = 0.13", "net.rate# = 2.0"),
+        "self.rate# = 1.0",
+    ),
+    "generator": Feature(
+        "y = y * generator#.random()",
+        ("f.generator#.random()",),
+        file="generator# = random.Random(#)",
+    ),
+    "autocast": Feature(
+        "y = y + (x @ line#)",
+        ("stack.enter_context(torch.autocast('cpu', dtype=torch.bfloat16))", "stack.close()"),
+        file="line# = torch.linspace(0.001, 1, 12).view(4, 3)",
+    ),
+    "old optimizer": Feature(
+        "pass",
+        (
+            "require_refused(torch.optim.SGD(net.parameters(), 0.1).step)",
+            "require_refused(lambda: nn.utils.clip_grad_norm_(net.parameters(), 1.0))",
+        ),
+    ),
     "none": Feature(
         "y = y if self.maybe# is None else y * self.maybe#",
         ("net.maybe# = 0.5", "net.maybe# = None", "net.maybe# = 2.0"),
@@ -393,12 +490,19 @@ FEATURES: dict[str, Feature] = {
 }
 """By what a script may change."""
 
+REFUSED: frozenset[str] = frozenset(("generator",))
+"""The features that no program has."""
+
 _HEAD = """
 import collections
+import contextlib
+import contextvars
 import enum
 import functools
 import math
 import os
+import random
+import sys
 import types
 from dataclasses import dataclass
 
@@ -406,6 +510,9 @@ import numpy
 import torch
 from torch import nn
 
+from tests.api.random_modules import require_refused
+
+stack = contextlib.ExitStack()
 """
 
 _NUMBERS = itertools.count()
@@ -447,6 +554,13 @@ def module_of(features: Sequence[str]) -> tuple[nn.Module, ModuleType, list[str]
     return net, file, changes
 
 
+def require_refused(use: Callable[[], object]) -> None:
+    """Require that the use of a module without values raises UserError."""
+    with pytest.raises(UserError):
+        use()
+
+
 def forget(file: ModuleType) -> None:
-    """Forget the file of a module."""
+    """Leave the contexts of the file of a module, and forget it."""
+    file.stack.close()
     sys.modules.pop(file.__name__, None)

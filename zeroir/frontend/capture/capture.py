@@ -221,7 +221,12 @@ def _captured(
         outside = CodeState.of(None, reached)
         known = {*model.modules(), *(source.model().modules() if source.is_in_hand else ())}
         others = tuple(module for module in outside.modules if module not in known)
-        code = UsersCode(modules=source.modules, functions=functions, outside=others)
+        code = UsersCode(
+            modules=source.modules,
+            functions=functions,
+            outside=others,
+            consumed=tuple(outside.consumed),
+        )
         state = PythonState.of(model, code)
         at_the_end.callback(state.restore_exactly)
         is_file = source.file is not None

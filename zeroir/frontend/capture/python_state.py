@@ -68,12 +68,13 @@ _NUMPY_RANDOM = "the state of numpy.random"
 class UsersCode:
     """The user's code besides the model's classes: Python modules by name, and functions that a step calls.
 
-    ``outside`` are the modules of torch that it holds beside the model.
+    ``outside`` are the modules of torch that it holds beside the model, ``consumed`` objects that reading changes.
     """
 
     modules: tuple[str, ...]
     functions: tuple[object, ...]
     outside: tuple[nn.Module, ...] = ()
+    consumed: tuple[tuple[str, object], ...] = ()
 
 
 @dataclass(slots=True)
@@ -115,6 +116,8 @@ class PythonState:
                 module = sys.modules[name]
                 file = Path(str(vars(module).get("__file__", name))).name
                 state._namespace(vars(module), f"{file}:", _unmentioned(module))
+        for name, value in code.consumed:
+            state._add(name, value)
         state._random_generators()
         return state
 

@@ -40,6 +40,20 @@ def generator_state(value: object) -> GeneratorState | None:
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         state = value.getstate()
         return GeneratorState(repr(state), lambda: value.setstate(state))
+    bits = _bits_of(value)
+    if bits is None:
+        return None
+    present = bits.state
+    return GeneratorState(repr(present), lambda: setattr(bits, "state", present))
+
+
+def is_consumed(value: object) -> bool:
+    """Return whether reading an object changes it, as it does a random generator or an iterator."""
+    return isinstance(value, Iterator | random.Random) or _bits_of(value) is not None
+
+
+def _bits_of(value: object) -> Any:  # noqa: ANN401 - NumPy need not be installed
+    """Return the object of NumPy's that has the state of a random generator; None for other objects."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
@@ -48,10 +62,7 @@ def generator_state(value: object) -> GeneratorState | None:
         bits = value.bit_generator
     elif isinstance(value, numpy.random.RandomState):
         bits = value._bit_generator
-    if not isinstance(bits, numpy.random.BitGenerator):
-        return None
-    present = bits.state
-    return GeneratorState(repr(present), lambda: setattr(bits, "state", present))
+    return bits if isinstance(bits, numpy.random.BitGenerator) else None
 
 
 def is_clock(name: str, value: object) -> bool:

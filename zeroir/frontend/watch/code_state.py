@@ -28,6 +28,7 @@ from typing import Any, Final, cast
 from torch import Tensor, nn
 
 from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES, global_hooks, version_of
+from zeroir.frontend.source.generators import is_consumed
 from zeroir.frontend.source.imports import is_known_package, is_main
 from zeroir.frontend.source.namespaces import (
     PLAIN,
@@ -101,9 +102,9 @@ class CodeState:
     """The state at one time: ``leaves`` are comparable values by their names in messages.
 
     ``lines`` has the line of the user's code that reads the value of a name, and ``tensors`` and ``modules`` are those
-    outside the module's own. ``places`` has where numbers are; a program follows those in ``numbers``, of which only
-    the type counts. What the code only stores, at the places ``stored``, does not count. Of the modules ``live`` only
-    what other code reads does, and the hooks around their forward.
+    outside the module's own, ``consumed`` the objects that reading changes. ``places`` has where numbers are; a program
+    follows those in ``numbers``, of which only the type counts. What the code only stores, at the places ``stored``,
+    does not count. Of the modules ``live`` only what other code reads does, and the hooks around their forward.
     """
 
     code: ReachedCode
@@ -111,6 +112,7 @@ class CodeState:
     lines: dict[str, str] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
+    consumed: list[tuple[str, object]] = field(default_factory=list)
     places: dict[str, NumberPlace] = field(default_factory=dict)
     numbers: frozenset[str] = frozenset()
     stored: frozenset[PlaceId] = frozenset()
@@ -467,6 +469,8 @@ class CodeState:
                 self.leaves[name] += (tuple(map(repr, value)),)
                 for key, item in value.items():
                     self._add(f"{name}[{key!r}]", item)
+            case _ if is_consumed(value):
+                self.consumed.append((name, value))
             case _ if (checksum := checksum_of(value)) is not None:
                 self.leaves[name] = (type(value), checksum())
                 self.quick.add_computed(checksum)

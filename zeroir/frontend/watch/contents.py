@@ -35,11 +35,18 @@ def held_by(value: object) -> tuple[str, Callable[[], object]] | None:
         case weakref.ReferenceType():
             return "()", value
         case ContextVar():
-            return ".get()", lambda: value.get(None)
+            return ".get()", lambda: _value_of(value)
         case threading.local():
             return ".__dict__", lambda: vars(value)
         case _:
             return None
+
+
+def _value_of(variable: ContextVar[object]) -> object:
+    try:
+        return variable.get()
+    except LookupError:
+        return None
 
 
 def names_read_by(value: object) -> Iterable[str]:
