@@ -185,6 +185,7 @@ def _require_no_autocast() -> None:
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             raise UserError(
-                f"The engine is called within torch.autocast('{device}'), which changes nothing in a program: leave that "
-                "block and compile with precision='bf16' or 'fp16', or enter autocast in forward or in the loss function."
+                f"The engine is called within torch.autocast('{device}'), which changes nothing in a program: leave "
+                "that block and compile with precision='bf16' or 'fp16', or enter autocast in forward or in the loss "
+                "function."
             )

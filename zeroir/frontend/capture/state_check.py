@@ -94,7 +94,7 @@ def checked_state(
         first.restore()
 
 
-def require_no_clock(joint: JointGraph, capture: Callable[[], JointGraph], line: str) -> None:
+def require_no_clock(joint: CapturedGraph, capture: Callable[[], CapturedGraph], line: str) -> None:
     """Raise a UserError if a later capture of code that reads a clock, at this line, is not ``joint``."""
     with later_clocks():
         is_alike = _is_captured_alike(joint, capture)
