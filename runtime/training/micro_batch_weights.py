@@ -100,7 +100,7 @@ class RankWeights:
     Without a buffer for weights each micro-batch weighs 1. A program may say how to compute weights nevertheless: then
     the first batch on the CPU with another one than its predecessors is warned of.
 
-    Where the program itself weighs the one micro-batch of a step on one rank, that weighs 1 or 0: no gradient is rounded.
+    Where the program itself weighs the one micro-batch of a step on one rank, it weighs 1 or 0 and rounds no gradient.
     """
 
     def __init__(self, memory: RankMemory, program: Program) -> None:

@@ -79,7 +79,9 @@ def test_without_an_optimizer_of_the_script_it_must_be_frozen() -> None:
     def loss(critic: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return critics_loss(critic, generator, *batch)
 
-    with pytest.raises(UserError, match=r"is no parameter of the model: .*requires_grad_\(False\)"):
+    with pytest.raises(
+        UserError, match=r"is no parameter of the model\. .*requires_grad_\(False\)"
+    ):
         engine_of(critic, (REAL, Z), loss, optimizer="adamw")
 
 

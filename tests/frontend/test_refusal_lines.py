@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -251,6 +252,7 @@ def refusals() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "missing output", partial(evaluating, {}, "logits")
     yield "global hook", with_a_global_hook
     yield "autocast", in_autocast
+    yield "clock", partial(tracing, Net(lambda net, x: net.layer(x).mean() * time.time()))
 
 
 OTHER = nn.Linear(4, 1)

@@ -223,10 +223,13 @@ class CodeState:
                     if isinstance(tensor, nn.Parameter):
                         self.leaves[f"{full}.requires_grad"] = (tensor.requires_grad,)
                         self.quick.add_parameter(tensor)
+        live = () if self.live is None else self.live.modules
+        traced = {base for m in model.modules() if m not in live for base in type(m).__mro__}
         for kind in dict.fromkeys(base for m in model.modules() for base in type(m).__mro__):
             if not is_known_package(kind.__module__):
                 label = self._label(kind.__name__, id(kind))
-                if isinstance(forward := vars(kind).get("forward"), FunctionType):
+                forward = vars(kind).get("forward")
+                if kind in traced and isinstance(forward, FunctionType):
                     self._add(f"{label}.forward", forward)  # It is called without a mention.
                 self._attributes(label, vars(kind), kind)
 

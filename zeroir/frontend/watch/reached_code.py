@@ -78,6 +78,7 @@ class ReachedCode:
     reads_any_name: bool = False
     clock_line: str = ""
     objects: list[tuple[str, object]] = field(default_factory=list)
+    _own: frozenset[nn.Module] = frozenset()
     # Functions with the same code may have other closures. They are kept alive, so that no two of them share an id.
     _seen: dict[int, FunctionType] = field(default_factory=dict)
     _classes: dict[type, None] = field(default_factory=dict)
@@ -95,6 +96,7 @@ class ReachedCode:
         The forward of submodules ``without`` is left out.
         """
         reached = cls()
+        reached._own = frozenset(() if model is None else model.modules())
         for function in functions:
             reached._add(function)
             if isinstance(function, nn.Module):
@@ -173,6 +175,8 @@ class ReachedCode:
                     self._waiting.append(value)
                 if (wrapped := inspect.unwrap(value)) is not value:
                     self._add(wrapped)
+            case nn.Module() if value in self._own:
+                pass  # added with the model, but for what runs as it is
             case nn.Module():
                 self._add_module(value)
             case type() | ModuleType():
