@@ -7,8 +7,8 @@ over micro-steps are in FP32 already, and stay as they are.
 
 What ``widen-reductions`` changes::
 
-    - reduce_scatter %a.grad_full -> %a.grad  comm=reduce stream=reduce
-    + reduce_scatter %a.grad_full -> %a.grad  comm=reduce wire=f32 stream=reduce
+    - reduce_scatter %root.pre.grad_full -> %root.pre.grad  comm=reduce stream=reduce
+    + reduce_scatter %root.pre.grad_full -> %root.pre.grad  comm=reduce wire=f32 stream=reduce
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import pytest
 from tests.passes.example_programs import ACCUMULATING, AWAY, CLIPPED, KEEPING, LOGICAL, SAVING
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
+from tests.support.programs import mlp
 from zeroir.ir.program import Program
 from zeroir.ir.text import parse, print_program
 from zeroir.passes import manager
@@ -28,6 +29,7 @@ from zeroir.passes.base import Pass
 from zeroir.passes.communication.bucket import Bucket
 from zeroir.passes.communication.order_by_layer import OrderByLayer
 from zeroir.passes.communication.unshard import Unshard
+from zeroir.passes.communication.widen_reductions import WidenReductions
 from zeroir.passes.memory.plan_memory import PlanMemory
 from zeroir.passes.memory.recompute import Recompute
 from zeroir.passes.memory.save_state import SaveState
@@ -90,6 +92,7 @@ LINKS: Final = (
     Link(logical=AWAY, step=OffloadActivations(units=("a",), smallest=0)),
     Link(logical=LOGICAL, earlier=(*CHAIN[:8], OffloadOptimizer()), step=OffloadToDisk()),
     Link(logical=LOGICAL, earlier=(*CHAIN[:8], OffloadOptimizer()), step=OverlapUploads()),
+    Link(logical=mlp(blocks=1, precision="bf16"), earlier=CHAIN[:3], step=WidenReductions()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=SaveState()),
     Link(logical=LOGICAL, earlier=CHAIN[:8], step=PlanMemory()),
 )
