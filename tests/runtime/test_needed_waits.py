@@ -20,7 +20,6 @@ from zeroir.runtime.execution.cuda import CudaStreams
 SEEDS = range(20)
 REGION = Region(buffer="loss", offset=0, numel=1)
 SHOWN_BY = {
-    "self._threads.join([name for name in pending if self._is_of_thread(name)]) #0": "stage 3, paged",
     "self._threads.call(name, partial(self._in_thread, wait)) #0": "stage 3, paged",
     "stream.wait_event(signal) #0": "stage 3, overlapped",
     "wait_for_threads() #0": "stage 3, paged",
@@ -88,6 +87,7 @@ def test_a_step_is_ordered_with_the_callers_own_stream(side: str) -> None:
 
 
 OF_HOST = {
+    "self._threads.join([name for name in pending if self._is_of_thread(name)]) #0": "boundary",
     "self._threads.join(()) #0": "finish of a thread",
     "driver().synchronize(self._device) #0": "finish of the device",
     "synchronize(event) #0": "wait of the host",
@@ -117,6 +117,9 @@ def is_read_in_time(case: str, seed: int, kind: type[CudaStreams]) -> bool:
             )()
 
         match case:
+            case "boundary":
+                run(OPTIMIZER, "0", on_host)
+                streams.join(())
             case "finish of a thread":
                 run(OPTIMIZER, "0", on_host)
                 streams.finish()
