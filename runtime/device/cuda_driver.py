@@ -22,9 +22,6 @@ from zeroir.runtime.device.pinned_memory import pinned_empty
 class CudaDriver:
     """The CUDA devices of this process."""
 
-    def __init__(self) -> None:
-        self._pool: torch.cuda._POOL_HANDLE | None = None
-
     def is_available(self) -> bool:
         return torch.cuda.is_available()
 
@@ -62,30 +59,11 @@ class CudaDriver:
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
-    def begin_capture(self, stream: DeviceStream) -> _CudaCapture:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        # The graph has its own memory and cannot use memory that was freed before.
-        torch.cuda.synchronize(cast("torch.cuda.Stream", stream).device)
-        torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's own, may continue to call CUDA.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        return _CudaCapture(driver=self, graph=graph)
+    def new_graph_pool(self) -> _CudaGraphPool:
+        return _CudaGraphPool()
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
-
-    def renew_pool(self) -> None:
-        """Let later captures use another pool: torch refuses one without graphs."""
-        index, pool = torch.cuda.current_device(), self._pool
-        self._pool = torch.cuda.graph_pool_handle()
-        assert pool is not None
-        try:
-            torch._C._cuda_endAllocateToPool(index, pool)
-        except RuntimeError:
-            return  # torch has already ended it
-        torch._C._cuda_releasePool(index, pool)
 
     def pinned_empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # CUDA creates a context on the device on which it is asked to pin.
@@ -114,9 +92,39 @@ class CudaDriver:
         torch.cuda.set_rng_state(state, device)
 
 
+class _CudaGraphPool:
+    """A pool of torch's; after a failed capture another one, because torch refuses a pool without graphs."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+    def begin_capture(self, stream: DeviceStream) -> _CudaCapture:
+        # The graph has its own memory and cannot use memory that was freed before.
+        torch.cuda.synchronize(cast("torch.cuda.Stream", stream).device)
+        torch.cuda.empty_cache()
+        capture = _CudaCapture(pool=self, graph=torch.cuda.CUDAGraph())
+        try:
+            # Other threads, such as NCCL's own, may continue to call CUDA.
+            capture.graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+        except BaseException:
+            capture.abandon()
+            raise
+        return capture
+
+    def renew(self) -> None:
+        """Let later captures use another pool."""
+        index, old = torch.cuda.current_device(), self.handle
+        self.handle = torch.cuda.graph_pool_handle()
+        try:
+            torch._C._cuda_endAllocateToPool(index, old)
+        except RuntimeError:
+            return  # torch has already ended it
+        torch._C._cuda_releasePool(index, old)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CudaCapture:
-    driver: CudaDriver
+    pool: _CudaGraphPool
     graph: torch.cuda.CUDAGraph
 
     def end(self) -> torch.cuda.CUDAGraph:
@@ -131,7 +139,7 @@ class _CudaCapture:
         with contextlib.suppress(RuntimeError):
             self.graph.capture_end()
         self.graph.reset()
-        self.driver.renew_pool()
+        self.pool.renew()
         self._free_scratch()
 
     def _free_scratch(self) -> None:

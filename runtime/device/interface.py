@@ -63,6 +63,17 @@ class DeviceCapture(Protocol):
         """End the capture, in whatever state it is, and release what it holds."""
 
 
+class DeviceGraphPool(Protocol):
+    """Memory that graphs share, no two of which may run at once."""
+
+    def begin_capture(self, stream: DeviceStream) -> DeviceCapture:
+        """Capture what the calling thread submits to a stream, which must be current, and to those that join.
+
+        Raises:
+            RuntimeError: where the stream cannot be captured; then nothing is.
+        """
+
+
 class DeviceDriver(Protocol):
     """A kind of device. Methods without a ``device`` are about the current device or stream of the calling thread."""
 
@@ -102,11 +113,8 @@ class DeviceDriver(Protocol):
     def synchronize(self, device: torch.device) -> None:
         """Wait until all work of a device is done."""
 
-    def begin_capture(self, stream: DeviceStream) -> DeviceCapture:
-        """DeviceCapture what the calling thread submits to a stream, which must be current, and to those that join.
-
-        All graphs allocate from one pool, so no two of them may run at once.
-        """
+    def new_graph_pool(self) -> DeviceGraphPool:
+        """Return memory for graphs."""
 
     def is_capturing(self) -> bool:
         """Whether work of the current stream is captured at present."""

@@ -31,6 +31,7 @@ from zeroir.runtime.device.interface import (
     DeviceCapture,
     DeviceEvent,
     DeviceGraph,
+    DeviceGraphPool,
     DeviceStream,
 )
 from zeroir.runtime.execution.cuda_events import (
@@ -129,6 +130,7 @@ class CudaStreams:
         """The events that were signalled before the current capture."""
         self._awaited: list[str] = []
         """Those of them for which the captured ops wait."""
+        self._graph_pool: DeviceGraphPool | None = None
         self._capture_stream: DeviceStream | None = None
 
     def stream(self, name: str) -> DeviceStream:
@@ -217,7 +219,8 @@ class CudaStreams:
         Raises:
             RuntimeError: where something cannot be captured; then nothing was run.
         """
-        if self._capture_stream is None:
+        if self._graph_pool is None or self._capture_stream is None:
+            self._graph_pool = driver().new_graph_pool()
             # A default stream cannot be captured, and compute may be one, so another stream replaces it.
             self._capture_stream = driver().new_stream(self._device)
         own, events = self._streams, dict(self._events)
@@ -226,7 +229,7 @@ class CudaStreams:
         self._before_capture, self._awaited = events, []
         try:
             with driver().on(self._capture_stream):
-                capture = driver().begin_capture(self._capture_stream)
+                capture = self._graph_pool.begin_capture(self._capture_stream)
                 graph = self._captured(capture, issue)
         finally:
             # Events that were recorded in a capture are invalid outside it.

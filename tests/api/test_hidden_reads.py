@@ -321,6 +321,25 @@ def test_code_that_computes_with_a_clock_is_refused(factor: Factor) -> None:
         require_refused(factor, None)
 
 
+def scaled_by_the_time(x: Tensor) -> Tensor:
+    return x * (time.time() % 7)
+
+
+def test_a_clock_in_a_function_that_an_attribute_holds_is_refused() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.scale = scaled_by_the_time
+
+        def forward(self, x: Tensor) -> Tensor:
+            value: Tensor = self.scale(self.layer(x)).mean()
+            return value
+
+    with pytest.raises(UserError, match=r"with a clock .* which .*test_hidden_reads\.py:\d+ reads"):
+        zeroir.compile(Scaled(), X, lr=0.1, world_size=1)
+
+
 def test_code_that_only_measures_its_time_is_compiled() -> None:
     def factor() -> float:
         begin = time.perf_counter()

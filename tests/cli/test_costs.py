@@ -145,9 +145,9 @@ def test_an_estimate_for_other_sizes_of_batches(zeroir: Zeroir, tmp_path: Path) 
     command = ["estimate", "--params", "7e9", "--world-size", "64", *shape, "--batch", "4"]
     at = zeroir(*command, "--at", "seq=512").out
     assert "seq 512, batch 4" in at
-    assert "waiting" not in at
+    assert "slower ranks" not in at
     answer = zeroir(*command, "--offload", "activations", "--histogram", rows)
-    for words in ("100 of 3 shapes", "28.6% of a step", "3,021", "8,192", "copied for them"):
+    for words in ("100 batches of 3 shapes", "28.6%", "3,021", "8,192", "copied for them"):
         assert words in answer.out
     found = zeroir(*command, "--histogram", rows, "--json").json["batches"]
     same = package.estimate(

@@ -13,6 +13,7 @@ from tests.support.programs import mlp
 from tests.support.simulated_cuda import SimulatedCuda
 from tests.support.simulated_cuda.queues import AT_ONCE
 from tests.support.simulated_cuda.ranks import train_ranks
+from tests.support.subjects import is_equal, subject
 from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.ir import ops
@@ -117,3 +118,14 @@ def test_buckets_travel_in_fp32_too() -> None:
     program = applied(logical, (*for_stage(2, 2), Bucket(bytes=100_000), WidenReductions()))
     assert verify(program, logical).is_valid
     assert any(len(op.pairs) > 1 and op.wire_dtype is DType.F32 for op in sums(program))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gathering, stage 3", "stage 2, 8 bits", "captured, shampoo"])
+def test_sums_of_other_tensors_than_gradients_keep_their_bits(name: str) -> None:
+    """Those of tensors that a model gathers, and of what whole parameters are updated with."""
+    made = subject(name)
+    wide = WidenReductions()(made.scheduled)
+    assert wide != made.scheduled
+    assert verify(wide, made.logical).is_valid
+    assert all(map(is_equal, made.train(wide, 0), made.train(made.scheduled, 0)))

@@ -26,6 +26,7 @@ from zeroir.passes.memory.save_state import SaveState
 from zeroir.passes.offload.offload_optimizer import OffloadOptimizer
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.engine.opened_program import EngineSettings
+from zeroir.runtime.execution.cuda import CudaStreams
 from zeroir.runtime.execution.lockstep import Lockstep
 
 CUDA = torch.device("cuda", 0)
@@ -147,6 +148,18 @@ def test_an_engine_saves_loads_and_launches_graphs(
     assert found[4].equal(found[-1])  # the step after the checkpoint, and after it was loaded
 
 
+def test_engines_that_may_run_at_once_share_no_memory_of_graphs() -> None:
+    """Two engines of one process, as of a generator and its critic, may be on different streams."""
+    program = subject("stage 0").scheduled
+    driver = SimulatedCuda(AT_ONCE)
+    with driver.running():
+        for streams in (CudaStreams(program, CUDA), CudaStreams(program, CUDA)):
+            for _ in range(2):
+                streams.capture(lambda: None)
+            streams.close()
+    assert driver.pools == 2
+
+
 def test_a_step_asks_the_device_once() -> None:
     """The host waits for the loss, and for nothing else."""
     program = lowered(mlp(blocks=2, precision="bf16"), 3, 1)
@@ -238,12 +251,12 @@ def test_a_capture_refuses_what_cuda_refuses() -> None:
                 lambda: driver.synchronize(CUDA),
                 lambda: stream.wait_event(before),
             ):
-                capture = driver.begin_capture(stream)
+                capture = driver.new_graph_pool().begin_capture(stream)
                 with pytest.raises(RuntimeError, match="captur"):
                     forbidden()
                 with pytest.raises(RuntimeError, match="previous error"):
                     capture.end()
-            capture = driver.begin_capture(stream)
+            capture = driver.new_graph_pool().begin_capture(stream)
             other.wait_event(stream.record_event())
             with driver.on(other):
                 values.add_(1)
@@ -259,7 +272,7 @@ def test_a_graph_runs_again_on_the_same_memory() -> None:
             stream, other = driver.new_stream(CUDA), driver.new_stream(CUDA)
             with driver.on(stream):
                 values = torch.ones(2, device=CUDA)
-                capture = driver.begin_capture(stream)
+                capture = driver.new_graph_pool().begin_capture(stream)
                 other.wait_event(stream.record_event())
                 with driver.on(other):
                     values.mul_(2)

@@ -47,7 +47,7 @@ def live_bytes(
     """Return the curve of one section: ops take effect in program order, and each persistent buffer is always live.
 
     ``kernels`` are those whose declared workspace counts; a segment that declares none for them counts as 0.
-    Collectives also count as 0, because the memory of a backend is unknown to a program.
+    Collectives count the copies in the dtype that is sent; other memory of a backend is unknown to a program.
     """
     names = program.buffer_by_name
     count = len(section.body) + 1

@@ -255,19 +255,18 @@ def render_estimate(estimate: Estimate) -> RenderableType:
 
 def _batches_tables(batches: BatchesEstimate) -> list[Table]:
     """Return tables about batches of other sizes than the largest, and what a rank copies for them."""
-    grid = facts_table()
-    sizes = f"{batches.batches:,} of {counted(batches.shapes, 'shape')}"
-    grid.add_row("", "")
-    grid.add_row("batches", sizes if batches.sizes is None else values_text(batches.sizes))
-    if batches.shapes > 1:
-        grid.add_row("waiting", f"{batches.wait_share:.1%} of a step, a rank for slower ones")
+    sizes = f"{batches.batches:,} batches of {counted(batches.shapes, 'shape')}"
+    if batches.sizes is not None:
+        sizes = values_text(batches.sizes)
     figures = ["mean", "largest"]
-    table = columns_table("what", *figures, figures=figures, title="a step of a rank")
+    table = columns_table("what", *figures, figures=figures, title=f"a step of a rank: {sizes}")
     table.add_row("tokens", f"{batches.tokens:,.0f}", f"{batches.largest_tokens:,}")
     stored = (round(batches.activations_bytes), batches.largest_activations_bytes)
     table.add_row("activations", *map(format_bytes, stored))
     table.add_row("products", *map(format_flops, (round(batches.flops), batches.largest_flops)))
-    tables = [grid, table]
+    if batches.shapes > 1:
+        table.add_row("waiting for slower ranks", f"{batches.wait_share:.1%}", "")
+    tables = [table]
     if not any(moved.to_host + moved.to_device for moved in batches.moved):
         return tables
     is_disk = any(moved.load + moved.store for moved in batches.moved)

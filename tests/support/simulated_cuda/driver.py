@@ -21,16 +21,23 @@ from tests.support.simulated_cuda.tensors import (
     watch_end,
 )
 from zeroir.runtime.device.driver import use_driver
-from zeroir.runtime.device.interface import DeviceCapture, DeviceGraph, DeviceStream, TimedEvent
+from zeroir.runtime.device.interface import (
+    DeviceCapture,
+    DeviceGraph,
+    DeviceGraphPool,
+    DeviceStream,
+    TimedEvent,
+)
 from zeroir.runtime.memory.tensors import poison
 
 
 class SimulatedCuda:
-    """As many devices as ranks; ``waits`` counts by operator how often the host waited for one."""
+    """As many devices as ranks; ``waits`` counts for which operators the host waited, ``pools`` those of graphs."""
 
     def __init__(self, seed: int = 0, devices: int = 1) -> None:
         self.world = World(Schedule(seed))
         self.waits: Counter[str] = Counter()
+        self.pools = 0
         self._devices = devices
         self._defaults = [self.world.new_queue(index) for index in range(devices)]
         self._thread = threading.local()
@@ -171,11 +178,9 @@ class SimulatedCuda:
         self.world.refuse_in_capture(*own)
         self.world.until(lambda: not any(queue.items for queue in own), f"device {device}")
 
-    def begin_capture(self, stream: DeviceStream) -> DeviceCapture:
-        assert isinstance(stream, Queue)
-        self.synchronize(torch.device("cuda", stream.device))
-        recording = self.world.begin(stream)
-        return _Capture(self, stream, recording)
+    def new_graph_pool(self) -> DeviceGraphPool:
+        self.pools += 1
+        return _GraphPool(self)
 
     def is_capturing(self) -> bool:
         return self._queue(torch.device("cuda", self.current_device())).capture is not None
@@ -246,6 +251,16 @@ class _TimedEvent:
     def elapsed_time(self, end_event: TimedEvent) -> float:
         assert isinstance(end_event, _TimedEvent)
         return (end_event.at_s - self.at_s) * 1e3
+
+
+@dataclass(eq=False)
+class _GraphPool:
+    driver: SimulatedCuda
+
+    def begin_capture(self, stream: DeviceStream) -> DeviceCapture:
+        assert isinstance(stream, Queue)
+        self.driver.synchronize(torch.device("cuda", stream.device))
+        return _Capture(self.driver, stream, self.driver.world.begin(stream))
 
 
 @dataclass(eq=False)

@@ -230,7 +230,9 @@ def _captured(
         state = PythonState.of(model, code)
         at_the_end.callback(state.restore_exactly)
         is_file = source.file is not None
-        values = CodeState.of(model, reached).plain_values if is_file else {}
+        # Also where it is not needed: functions that attributes hold are reached so, and a clock in them counts.
+        of_model = CodeState.of(model, reached)
+        values = of_model.plain_values if is_file else {}
         own = tensor_ids(model) | (tensor_ids(source.model()) if source.is_in_hand else frozenset())
         standing = at_the_end.enter_context(
             stand_ins(outside.modules, own, are_constants=source.has_optimizer)
