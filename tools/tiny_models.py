@@ -237,7 +237,7 @@ class BatchForm:
     @property
     def shapes(self) -> str:
         """The shapes of batches of all sizes, as a text."""
-        rows = f"rows<={ROWS[1]}"
+        rows = f"{SMALLEST.rows}<=rows<={LARGEST.rows}"
         if self.kind == "image":
             sides = (
                 f"{PATCHES[0]}<={self.patch}*{side}<={PATCHES[1]}" if self.is_sized else "_"
