@@ -13,10 +13,10 @@ import torch.distributed.nn.functional as differentiable
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
-from torch.nn.parallel import DistributedDataParallel
 
 import zeroir
 from tests.runtime.support import join
+from tests.support.replicated import replicated
 from zeroir.errors import UserError
 
 ROWS = 3
@@ -90,7 +90,7 @@ def beside_ddp(gather: Callable[[Tensor], Tensor], *, stage: int, micro_steps: i
     rank, world_size = dist.get_rank(), dist.get_world_size()
     loss = contrastive(gather)
     plain = towers()
-    ddp = DistributedDataParallel(plain)
+    ddp = replicated(plain)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9)
     engine = zeroir.compile(
         towers(),

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.convert.torch_workers import (
     AFTER,
@@ -23,6 +22,7 @@ from tests.convert.torch_workers import (
     optimizer_of,
     take_steps,
 )
+from tests.support.replicated import replicated
 
 
 def main(kind: str, folder: Path) -> None:
@@ -36,7 +36,7 @@ def main(kind: str, folder: Path) -> None:
                 fully_shard(block)
             fully_shard(module)
         case "ddp":
-            module = DistributedDataParallel(module)
+            module = replicated(module)
     optimizer = optimizer_of(module)
     take_steps(module, optimizer, range(STEPS_BEFORE))
     model_state, optimizer_state = get_state_dict(module, optimizer)

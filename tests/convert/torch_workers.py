@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.replicated import replicated
 
 STEPS_BEFORE: Final = 3
 AFTER: Final = range(STEPS_BEFORE, STEPS_BEFORE + 5)
@@ -108,7 +109,7 @@ def continued(kind: str, folder: Path) -> list[float]:
                 fully_shard(block)
             fully_shard(module)
         case "ddp":
-            module = DistributedDataParallel(module)
+            module = replicated(module)
     optimizer = optimizer_of(module)
     load_dcp(module, optimizer, folder / "dcp")
     for name, value in module.state_dict().items():

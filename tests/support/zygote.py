@@ -285,8 +285,7 @@ def _run(request: dict[str, object]) -> None:
 _GLOBALS: dict[str, object] = {}
 """What the module or script has named lives until its process ends, as in ``python -m``.
 
-Freed earlier, a model under ``DistributedDataParallel`` may hang: its reducer frees the process group while it holds
-the GIL, and joins a thread of gloo that waits for the GIL to free the last all-reduce.
+``tests.support.replicated`` says what may hang otherwise.
 """
 
 
