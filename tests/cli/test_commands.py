@@ -262,7 +262,8 @@ def test_check_never_finds_nan_equal(zeroir: Zeroir, tmp_path: Path) -> None:
     assert zeroir("check", model, *options, "--lr", "0.001").exit_code == 0
     answer = zeroir("check", model, *options, "--lr", "1e30")
     assert answer.exit_code == 1
-    _, *lines = answer.out.splitlines()
+    _, *lines, traced = answer.out.splitlines()
+    assert traced == "Traced: root."
     assert len(lines) == 2  # for each rank, and nothing of the steps and parameters after it
     for rank, line in enumerate(lines):
         assert re.match(
