@@ -53,6 +53,9 @@ class OrderedRun:
     before: list[int] = field(default_factory=list)
     tails: dict[str, int] = field(default_factory=dict)
     events: dict[str, int] = field(default_factory=dict)
+    signalling: set[int] = field(default_factory=set)
+    carried: dict[int, int] = field(default_factory=dict)
+    """Of each op that was pending at the last boundary: its bit, and those of the ops before it on its stream."""
     uses: dict[str, list[BufferUse]] = field(default_factory=dict)
     lives: dict[str, Life] = field(default_factory=dict)
     ended: list[Life] = field(default_factory=list)
@@ -64,23 +67,25 @@ class OrderedRun:
         """Add a node after the nodes whose bits are given, and after what its stream and the host have done."""
         known = self.boundary | self.host | predecessors
         if stream is not None and stream in self.tails:
-            tail = self.tails[stream]
-            known |= self.before[tail] | 1 << tail
+            known |= self.after(self.tails[stream])
         self.before.append(known)
         if stream is not None:
             self.tails[stream] = len(self.before) - 1
         return len(self.before) - 1
 
     def after(self, node: int) -> int:
-        """The bits of a node and of all that completes before it."""
-        return self.before[node] | 1 << node
+        """The bits of a node and of all that whoever comes after it may count on."""
+        return self.carried.get(node, self.before[node] | 1 << node)
 
     def is_before(self, first: int, second: int) -> bool:
         """Whether one node surely completes before another begins."""
         return bool(self.before[second] >> first & 1)
 
     def touch(self, buffer: str, use: BufferUse) -> None:
-        """Note a use, and report each earlier one that it races with."""
+        """Note a use, and report each earlier one that it races with.
+
+        A write of the whole buffer stands for the uses before it, save those of ops that may be pending at a boundary.
+        """
         kept: list[BufferUse] = []
         whole = use.writes and all(
             span == (0, self.names.buffers[buffer].numel) for span in use.spans
@@ -91,7 +96,7 @@ class OrderedRun:
                 self.report(
                     f"race: {use.what} and {other.what} use %{buffer}, and no wait orders them"
                 )
-            if not (whole and ordered):
+            if not (whole and ordered) or other.node in self.signalling:
                 kept.append(other)
         self.uses[buffer] = [*kept, use]
 
@@ -145,10 +150,18 @@ def _check_run(
 
 
 def _enter(state: OrderedRun, previous: FileRecord | None, section: FileRecord) -> None:
-    """Order everything after the boundary but what its pending events stand for."""
-    pending = {p.event for p in previous.exit.pending} if previous is not None else set()
-    entry = {p.event for p in section.entry.pending}
-    under_way = {state.events[e] for e in pending if state.events.get(e, -1) >= 0}
+    """Order everything after the boundary but what its pending events stand for.
+
+    A stream comes after the pending ops of its own queue, and after none of those for which it waited before.
+    """
+    state.tails, state.carried = {}, {}
+    for pending in () if previous is None else previous.exit.pending:
+        node = state.events.get(pending.event, -1)
+        if node >= 0:
+            earlier = state.carried.get(state.tails.get(pending.stream, -1), 0)
+            state.carried[node] = earlier | 1 << node
+            state.tails[pending.stream] = node
+    under_way, entry = set(state.carried), {p.event for p in section.entry.pending}
     done = (1 << len(state.before)) - 1
     for node in under_way:
         done &= ~(1 << node)
@@ -160,19 +173,28 @@ def _enter(state: OrderedRun, previous: FileRecord | None, section: FileRecord) 
     if previous is None:
         for name in section.entry.live:
             state.lives[name] = Life(name, state.add(0))
-    _check_host(state, under_way)
+    _check_host(state, under_way, previous)
     for node in under_way - set(state.events.values()):
         state.boundary |= 1 << node
 
 
-def _check_host(state: OrderedRun, under_way: set[int]) -> None:
+def _check_host(state: OrderedRun, under_way: set[int], previous: FileRecord | None) -> None:
+    """The host waits for no op that is under way, and reads or writes some buffers after the section before."""
+    if previous is None:
+        return
+    program = state.names.program
+    refills = previous.name in {"micro_step", "update", "evaluate"}
+    settings_of_groups = {buffer for g in program.groups for buffer in (g.lr, g.hyper)}
     for name, buffer in state.names.buffers.items():
-        if buffer.role in {"input", "rng", "scalar"}:
-            for use in state.uses.get(name, []):
-                if use.node in under_way:
-                    state.report(
-                        f"race: {use.what} may use %{name} when the host reads or writes it"
-                    )
+        is_filled = refills and (buffer.role in {"input", "rng"} or name == program.weight)
+        is_read = buffer.role in {"scalar", "output"}
+        may_change = buffer.role == "scalar" and (
+            previous.name in {"update", "evaluate"}
+            or (previous.name == "micro_step" and name in settings_of_groups)
+        )
+        for use in state.uses.get(name, []):
+            if use.node in under_way and (is_filled or may_change or (is_read and use.writes)):
+                state.report(f"race: {use.what} may use %{name} when the host reads or writes it")
 
 
 def _add_op(state: OrderedRun, what: str, op: FileRecord) -> int:
@@ -200,6 +222,7 @@ def _add_op(state: OrderedRun, what: str, op: FileRecord) -> int:
         state.collectives.append((node, op.comm, what))
     if op.event is not None:
         state.events[op.event] = node
+        state.signalling.add(node)
     return node
 
 
