@@ -149,15 +149,10 @@ def _check_unchanged(
     """A save changes snapshots alone; an evaluation changes its loss and its outputs; nothing changes a batch."""
     names = machine.names
     if visit.section not in {"save", "evaluate"}:
-        reported = {r.quantity: r.buffer for r in names.program.reports}
-        summed, of_batch = reported.get("summed_loss"), reported.get("batch_loss")
-        given = {summed if visit.section in MICRO_STEPS else of_batch}
-        given -= {reported.get("loss"), of_batch if visit.section in MICRO_STEPS else summed}
         for rank, memory in machine.everyone:
             for name, buffer in names.buffers.items():
                 is_given = (
-                    name in given
-                    or buffer.role in {"input", "rng", "constant"}
+                    buffer.role in {"input", "rng", "constant"}
                     or getattr(buffer.holds, "micro", None) == "current"
                 )
                 if (
