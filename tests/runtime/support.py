@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests.support.examples import IS_THOROUGH
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
-from tests.support.zygote import Forked, Zygote, compiling_zygote, second_zygote
+from tests.support.zygote import Forked, Zygote, compiling_zygote, other_compiling_zygote
 from zeroir.ir.ops import Mode
 from zeroir.ir.program import Flat, Program
 from zeroir.ir.segments.bindings import Binding
@@ -34,7 +34,10 @@ from zeroir.torch_ops.batches import Batch
 
 ROOT = Path(__file__).parents[2]
 Source = Callable[[], Zygote]
-SOURCES: tuple[Source, ...] = (compiling_zygote, *((second_zygote,) if IS_THOROUGH else ()))
+SOURCES: tuple[Source, ...] = (
+    compiling_zygote,
+    *((other_compiling_zygote,) if IS_THOROUGH else ()),
+)
 """What ranks are forked from."""
 
 

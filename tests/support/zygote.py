@@ -82,8 +82,14 @@ def compiling_zygote() -> Zygote:
 
 
 @cache
-def second_zygote() -> Zygote:
+def other_compiling_zygote() -> Zygote:
     """A process of which come other ranks, which see sets in another order."""
+    return _started(*COMPILING)
+
+
+@cache
+def second_zygote() -> Zygote:
+    """A process of which come ranks that have not imported torch's compiler."""
     return _started()
 
 
@@ -184,6 +190,8 @@ def main() -> None:
     gc.disable()
     for name in (*EARLY, *sys.argv[1:]):
         importlib.import_module(name)
+    if sys.argv[1:]:
+        _compile_once()
     gc.freeze()
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -196,6 +204,30 @@ def main() -> None:
                 raise  # The interpreter prints it.
             _end(end.code or 0)
         _end(0)
+
+
+def _compile_once() -> None:
+    """Compile and train a layer, so that no rank is the first for whom torch prepares to trace."""
+    import torch
+    from torch.export import Dim
+
+    import zeroir
+
+    state = torch.random.get_rng_state()
+    for shapes in (None, (Dim("rows", max=8), 4)):
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+        compiled = zeroir.compile(
+            net,
+            torch.ones(2, 4),
+            loss=lambda net, x: net(x).square().mean(),
+            shapes=shapes,
+            world_size=1,
+        )
+        engine = compiled.engine(self_check=False)
+        engine.step(torch.ones(2, 4))
+        engine.close(return_values=False)
+    torch.random.set_rng_state(state)
+    gc.collect()
 
 
 def _end(code: int) -> NoReturn:
