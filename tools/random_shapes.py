@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import zeroir
+from tests.support.zygote import Forked, compiling_zygote
 from tools import record_file
 from zeroir.api.checks.drawn_batches import batch_of_sizes, drawn_sizes
 from zeroir.api.checks.reference import replicas_of
@@ -146,21 +147,23 @@ def outcome(
     compiled = compile_with(MODEL, make_options(chosen))
     path = folder / "program.zir"
     compiled.save(path)
-    rank = ["-m", "tools.random_shapes", "--rank-of", str(path), "--steps", str(steps)]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    job = subprocess.Popen(
-        [sys.executable, *command, *rank],
-        cwd=Path(__file__).parents[1],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    job = Forked(
+        compiling_zygote(),
+        "torch.distributed.run",
+        (
+            *("--standalone", "--nproc-per-node", str(ranks), "-m", "tools.random_shapes"),
+            *("--rank-of", str(path), "--steps", str(steps)),
+        ),
+        {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        folder / "job",
     )
-    try:
-        code = job.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        job.terminate()  # It ends its ranks.
-        job.wait()
+    code = job.wait(time.monotonic() + timeout_s)
+    if code is None:
+        job.send_signal(signal.SIGTERM)  # It ends its ranks.
+        job.wait(time.monotonic() + timeout_s)
         return Outcome(steps=steps, hangs=1)
     if code:
-        raise RuntimeError(f"the job ended with code {code}; see above")
+        raise RuntimeError(f"the job ended with code {code}: {''.join(job.output())}")
     files = [path.with_suffix(f".{rank}.json") for rank in range(ranks)]
     written = [json.loads(file.read_text()) for file in files]
     for rank_number, each in enumerate(written):

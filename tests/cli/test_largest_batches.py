@@ -112,14 +112,12 @@ def test_memory_for_all_or_for_no_batches_is_said(wide: Program) -> None:
 def test_a_plan_is_for_the_largest_batches_that_fit(zeroir: Zeroir, tmp_path: Path) -> None:
     path = tmp_path / "best.zir"
     command = ["plan", EXAMPLE, "--machine", "cpu-local", "--world-size", "2", "--stage", "3"]
-    command += ["--most-tried", "60", "--memory", "700kB", "-o", str(path)]
+    command += ["--most-tried", "12", "--memory", "700kB", "-o", str(path)]
     assert_refused(zeroir(*command), "Nothing fits 700.0 kB", "--largest-batch")
     assert not path.exists()
-    answer = zeroir(*command, "--largest-batch")
-    assert "rows × length ≤" in answer.out
-    assert "batches of at most" in answer.out
-    compiled = package.load(path)
+    # The blocks of docs/shapes.md say what is printed without --json.
     planned = zeroir(*command, "--largest-batch", "--json").json["largest_batches"]
+    compiled = package.load(path)
     assert {dim.name: dim.maximum for dim in compiled.program.dims} == planned["limits"][0]["sizes"]
     assert footprint(compiled.program).total_bytes <= 700_000
     # The program is what a compilation with these shapes and options is.

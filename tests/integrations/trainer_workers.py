@@ -24,12 +24,12 @@ from zeroir import ZeroirTrainer
 VOCABULARY = 32
 
 
-def model() -> LlamaForCausalLM:
+def model(layers: int = 1) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
@@ -40,7 +40,7 @@ def model() -> LlamaForCausalLM:
 
 def with_adapters() -> nn.Module:
     """The model with LoRA: peft's where that is installed, otherwise with some parameters frozen."""
-    base = model()
+    base = model(layers=2)
     if find_spec("peft") is None:
         for name, parameter in base.named_parameters():
             parameter.requires_grad_("q_proj" in name)

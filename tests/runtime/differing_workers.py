@@ -13,12 +13,16 @@ import zeroir
 from tests.runtime.support import join
 from zeroir.errors import ZeroirError
 from zeroir.runtime.comm.job import Backend
+from zeroir.runtime.distributed import section_comparison
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.engine.opened_program import EngineSettings
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 BATCH = torch.ones(4, 8)
 TIMEOUT = timedelta(seconds=120)
+
+# A fifth of what ranks wait before they compare what they do, and before those that have not spoken end.
+section_comparison.GRACE_S, section_comparison._END_S = 1.0, 2.0  # type: ignore[misc]
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:

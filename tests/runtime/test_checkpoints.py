@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -98,9 +99,8 @@ def test_any_layout_and_precision_goes_on_with_any(
     other_layout: tuple[int, int, int | None],
     other_has_average: bool,
 ) -> None:
-    ema, other_ema = (0.9 if has else None for has in (has_average, other_has_average))
-    source = trained(lowered(mlp(dim=40, precision=precision, clip=0.5, ema=ema), *layout))
-    other = lowered(mlp(dim=40, precision=other_precision, clip=0.5, ema=other_ema), *other_layout)
+    source = trained(perceptron(precision, layout, has_average=has_average))
+    other = perceptron(other_precision, other_layout, has_average=other_has_average)
     lockstep, expected = Lockstep(other), resharded(other, source)
     with TemporaryDirectory() as folder:
         source.save(f"{folder}/saved")
@@ -117,6 +117,14 @@ def test_any_layout_and_precision_goes_on_with_any(
         )
         assert losses == expected_losses
     require_same(lockstep.full_state(), expected.full_state())
+
+
+@cache
+def perceptron(
+    precision: str, layout: tuple[int, int, int | None], *, has_average: bool
+) -> Program:
+    ema = 0.9 if has_average else None
+    return lowered(mlp(dim=40, precision=precision, clip=0.5, ema=ema), *layout)
 
 
 def noting(*, is_expected: bool) -> AbstractContextManager[object]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, inf, nan, nn
 
 from tests.support.programs import mlp
+from tests.support.zygote import run_forked, second_zygote
 from tools.conformance.judge import ThreeUnitModel, batch_of
-from tools.conformance.samples import chosen, subjects
+from tools.conformance.samples import Sample, chosen, subjects
 from zeroir.api.compiled import CompiledProgram
 from zeroir.api.compiling import compile_model
 from zeroir.config import make_options
@@ -24,8 +24,9 @@ from zeroir.frontend.lowering.tracing import trace_model
 from zeroir.frontend.source.module_source import source_of
 from zeroir.ir import ops
 from zeroir.ir.buffers import Role
+from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
-from zeroir.ir.segments.segment import Node, Segment
+from zeroir.ir.segments.segment import Node, Segment, TensorType
 from zeroir.ir.text import parse, print_program
 from zeroir.quantize import WeightFormat, quantize_frozen
 from zeroir.runtime.engine.engine import Engine
@@ -267,13 +268,15 @@ def test_a_program_that_declares_something_else_does_not_run(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_asking_does_not_import_the_compiler() -> None:
+def test_asking_does_not_import_the_compiler(tmp_path: Path) -> None:
     """It takes a second or more, on every rank. What torch keeps with its functions is as before."""
     script = """
 import sys
 import torch
 from tests.support.programs import mlp
+from tests.support.zygote import run_forked, second_zygote
 from zeroir.runtime.kernels.declared import misdeclared
+assert "torch._dynamo" not in sys.modules
 assert misdeclared(mlp().segments) is None
 assert "torch._dynamo" not in sys.modules, torch.__version__
 from torch._decomp import decomposition_table
@@ -282,47 +285,99 @@ assert not kept, (torch.__version__, kept[:3])
 import torch._dynamo
 assert torch._dynamo.__file__ and torch.compile
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    require_runs(script, tmp_path)
 
 
 @pytest.mark.slow
-def test_what_else_is_asked_of_the_compiler_is_imported() -> None:
+def test_what_else_is_asked_of_the_compiler_is_imported(tmp_path: Path) -> None:
     script = """
 import sys
 import torch
 from zeroir.runtime.kernels.compiler_import import compiler_not_imported
+assert "torch._dynamo" not in sys.modules
 with compiler_not_imported():
     import torch._dynamo
     assert torch._dynamo.config.cache_size_limit
 assert sys.modules["torch._dynamo"].__file__
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    require_runs(script, tmp_path)
+
+
+def require_runs(script: str, folder: Path) -> None:
+    """Fail unless a script runs in a process that has imported torch, but not its compiler."""
+    (folder / "script.py").write_text(script)
+    done = run_forked("script.py", (), folder, source=second_zygote)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_modules_in_16_bits_declare_what_torch_makes_on_any_device(precision: str) -> None:
-    """Meta kernels make what a GPU's make, such as statistics in FP32 where a CPU keeps them in 16 bits."""
-    given = {"world_size": 1, "precision": precision, "units": "unit_*", "mean_over": "batches"}
-    options = make_options(given)
+def test_modules_in_16_bits_declare_what_torch_makes_on_any_device() -> None:
+    """Meta kernels make what a GPU's make, such as statistics in FP32 where a CPU keeps them in 16 bits.
+
+    Nothing that traces a module, but for the update, tells FP16 from bf16. So one whose nodes make values of one dtype
+    each is traced in bf16 alone, and torch is asked of the same nodes in FP16.
+    """
     misdeclared_by_name: dict[str, str] = {}
-    traced_count = 0
+    traced, of_both = 0, 0
     for name in filter(is_module, subjects()):
         for sample in chosen(name, 1):
-            model = partial(ThreeUnitModel, sample)
-            source = source_of(model, batch_of(sample), None, None)
-            try:
-                program = trace_model(source, options).program
-            except UserError:
-                # What has no program in FP32 has none here; a few more need values of one dtype.
+            program = program_in(sample, "bf16")
+            if program is None:
                 continue
-            traced_count += 1
-            clause = misdeclared(program.segments)
+            traced += 1
+            segments = [*program.segments, *map(in_fp16, program.segments)]
+            if any(map(makes_several_dtypes, program.segments)):
+                own = program_in(sample, "fp16")
+                assert own is not None
+                segments += own.segments
+                of_both += 1
+            clause = misdeclared(segments)
             if clause is not None:
                 misdeclared_by_name[name] = clause
     assert not misdeclared_by_name
-    assert traced_count > 90
+    assert traced > 90
+    assert of_both > 5
 
 
 def is_module(name: str) -> bool:
     return name.startswith("module ")
+
+
+def program_in(sample: Sample, precision: str) -> Program | None:
+    """The logical program around a sample; None where there is none.
+
+    What has no program in FP32 has none in 16 bits; a few more need values of one dtype.
+    """
+    given = {"world_size": 1, "precision": precision, "units": "unit_*", "mean_over": "batches"}
+    source = source_of(partial(ThreeUnitModel, sample), batch_of(sample), None, None)
+    try:
+        return trace_model(source, make_options(given)).program
+    except UserError:
+        return None
+
+
+def makes_several_dtypes(segment: Segment) -> bool:
+    dtypes = [{each.dtype for each in node.results if each is not None} for node in segment.nodes]
+    return any(len(of_node) > 1 for of_node in dtypes)
+
+
+def in_fp16(segment: Segment) -> Segment:
+    """The segment with FP16 wherever it has bf16."""
+
+    def other(value: Any) -> Any:  # noqa: ANN401
+        match value:
+            case DType.BF16:
+                return DType.F16
+            case tuple():
+                return tuple(map(other, value))
+            case TensorType():
+                return replace(value, dtype=other(value.dtype))
+            case _:
+                return value
+
+    def node(one: Node) -> Node:
+        changed = {name: other(getattr(one, name)) for name in ("args", "kwargs", "results")}
+        return replace(one, **changed)
+
+    nodes = tuple(map(node, segment.nodes))
+    return replace(segment, inputs=other(segment.inputs), nodes=nodes)

@@ -70,8 +70,9 @@ def test_an_error_of_several_lines_in_a_worker_is_whole() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("context", [lambda: in_users_code("batches()"), naming_lost_workers])
 def test_a_worker_that_ended_is_named_with_its_process_and_what_to_do(
-    context: Callable[[], AbstractContextManager[None]],
+    context: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     with (
         pytest.raises(UserError, match=r"^The DataLoader's worker process \d+ .*num_workers=0"),
         context(),

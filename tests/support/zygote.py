@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, NoReturn
@@ -101,6 +101,7 @@ def run_forked(
     *,
     out: Path | None = None,
     is_merged: bool = False,
+    source: Callable[[], Zygote] = compiling_zygote,
 ) -> subprocess.CompletedProcess[str]:
     """What comes of ``python -m`` with these arguments in a folder; of ``python``, if the module is a script.
 
@@ -109,7 +110,7 @@ def run_forked(
     given = tuple(map(str, arguments))
     with tempfile.TemporaryDirectory() as logs:
         forked = Forked(
-            compiling_zygote(),
+            source(),
             module,
             given,
             environment or {},

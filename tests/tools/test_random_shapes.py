@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.zygote import run_forked
 from tools.random_shapes import TRAININGS, Outcome, outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
@@ -22,9 +21,10 @@ def test_random_shapes_compile_nothing_and_have_the_bits_of_eager_pytorch(
     assert found.shapes > 12
 
 
-def test_what_compiles_is_noticed() -> None:
+def test_what_compiles_is_noticed(tmp_path: Path) -> None:
     script = """
 import subprocess
+from tests.support.zygote import run_forked
 from tools.random_shapes import note_compilations
 events = []
 note_compilations(events)
@@ -32,4 +32,6 @@ eval("1 + 1")
 subprocess.run(["true"])
 assert len(events) == 2, events
 """
-    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=True)
+    (tmp_path / "script.py").write_text(script)
+    done = run_forked("script.py", (), tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import site
 import sys
 import sysconfig
@@ -98,9 +99,14 @@ def is_known_package(module: str | None) -> bool:
     return package in _LIBRARIES or package in sys.stdlib_module_names
 
 
-def is_in_a_library(file: Path) -> bool:
+def is_in_a_library(file: str | Path) -> bool:
     """Return whether a file is part of Python or installed, in this environment or another one on the path."""
-    path = file.resolve()
+    return _is_in_a_library(os.path.abspath(file))  # noqa: PTH100 - links are followed once
+
+
+@cache
+def _is_in_a_library(file: str) -> bool:
+    path = Path(file).resolve()
     if not _INSTALLED_IN.isdisjoint(path.parts):
         return True
     return any(path.is_relative_to(folder) for folder in _library_folders())
@@ -194,7 +200,7 @@ def _folders_of(package: ModuleSpec) -> list[str]:
 
 
 def _is_installed(spec: ModuleSpec) -> bool:
-    return spec.origin is not None and is_in_a_library(Path(spec.origin))
+    return spec.origin is not None and is_in_a_library(spec.origin)
 
 
 def _users_file(spec: ModuleSpec) -> Path | None:

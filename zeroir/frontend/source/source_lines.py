@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import sysconfig
 import traceback
@@ -18,6 +19,7 @@ from zeroir.errors import UserError
 from zeroir.frontend.source.imports import NOT_THE_USERS, is_in_a_library
 
 _INSTALLED: Final = Path(sysconfig.get_paths()["purelib"])
+_IN_INSTALLED: Final = f"{_INSTALLED}{os.sep}"
 
 
 def line_in(error: BaseException, path: Path) -> str | None:
@@ -41,7 +43,7 @@ def line_of_error(error: BaseException) -> str | None:
     if not frames:
         return None
     innermost = _line(frames[-1].filename, frames[-1].lineno or 0)
-    own = [frame for frame in frames if not is_in_a_library(Path(frame.filename))]
+    own = [frame for frame in frames if not is_in_a_library(frame.filename)]
     if not own or own[-1] is frames[-1]:
         return innermost
     return f"{innermost} (called at {_line(own[-1].filename, own[-1].lineno or 0)})"
@@ -119,15 +121,14 @@ def refusals_at(line: str | Callable[[], str]) -> Iterator[None]:
 
 def is_users_file(filename: str) -> bool:
     """Return whether code is the user's own, rather than that of Python or of an installed package."""
-    return _is_of_a_model(filename) and not is_in_a_library(Path(filename))
+    return _is_of_a_model(filename) and not is_in_a_library(filename)
 
 
 def _is_of_a_model(filename: str) -> bool:
     """Return whether code is the user's or of an installed package, rather than Python's, torch's or zeroir's."""
     if filename.startswith(NOT_THE_USERS):
         return False
-    path = Path(filename)
-    return path.is_relative_to(_INSTALLED) or not is_in_a_library(path)
+    return filename.startswith(_IN_INSTALLED) or not is_in_a_library(filename)
 
 
 def line_of_code(code: CodeType, number: int | None = None) -> str:
@@ -141,10 +142,15 @@ def line_of_code(code: CodeType, number: int | None = None) -> str:
 
 
 def _line(filename: str, number: int) -> str:
-    """Return a line for messages: installed files start at their package, files below the current folder there."""
+    return f"{_shown(filename, os.getcwd())}:{number}"  # noqa: PTH109 - it is asked for each name of much code
+
+
+@functools.cache
+def _shown(filename: str, folder: str) -> str:
+    """Return a file for messages: installed ones start at their package, those below the current folder there."""
     path = Path(filename)
-    for base in (_INSTALLED, Path.cwd()):
+    for base in (_INSTALLED, Path(folder)):
         if path.is_relative_to(base):
             path = path.relative_to(base)
             break
-    return f"{path.as_posix()}:{number}"
+    return path.as_posix()

@@ -170,9 +170,10 @@ class ReachedCode:
             case functools.cached_property():
                 self._add(value.func)
             case FunctionType():
-                if id(value) not in self._seen:
-                    self._seen[id(value)] = value
-                    self._waiting.append(value)
+                if id(value) in self._seen:
+                    return
+                self._seen[id(value)] = value
+                self._waiting.append(value)
                 if (wrapped := inspect.unwrap(value)) is not value:
                     self._add(wrapped)
             case nn.Module() if value in self._own:
