@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 MEMORY_REMEDY: Final = "use more ranks, a higher stage, a lower precision or a smaller batch"
 """The remedy if memory runs out."""
@@ -42,15 +42,27 @@ class BatchError(UserError):
     """A batch is not valid, or not one that the program was compiled for."""
 
 
+class Remainders(NamedTuple):
+    """The dims whose remainders, when they are divided by ``modulus``, may decide what the code at ``line`` does."""
+
+    dims: tuple[str, ...]
+    modulus: int
+    line: str
+
+
 class ShapesError(UserError):
     """A model, or an option, does not take all the shapes that the dims of its batches allow.
 
-    ``dims`` are the names of those that it does not take, empty if they are not known.
+    ``dims`` are the names of those that it does not take, empty if they are not known. ``remainders`` are
+    those that may decide, if any.
     """
 
-    def __init__(self, sentence: str, dims: Iterable[str] = ()) -> None:
+    def __init__(
+        self, sentence: str, dims: Iterable[str] = (), remainders: Remainders | None = None
+    ) -> None:
         super().__init__(sentence)
         self.dims = frozenset(dims)
+        self.remainders = remainders
 
 
 class ChangedCodeError(UserError):

@@ -251,14 +251,22 @@ class Signatures:
     def _takes(self, program: Program, shape: Shape) -> bool:
         """Return whether a program takes batches whose dims have these values."""
         values = dict(zip((dim.name for dim in self._whole.dims), shape, strict=True))
-        if not all(dim.minimum <= values[dim.name] <= dim.maximum for dim in program.dims):
-            return False
-        # A dim may have one size in a program.
-        return all(
-            isinstance(size, Size) or not isinstance(whole, Size) or whole.at(values) == size
-            for own, of_all in zip(program.inputs, self._whole.inputs, strict=True)
-            for size, whole in zip(own.shape, of_all.shape, strict=True)
-        )
+        own_values: dict[str, int] = {}
+        for own, of_all in zip(program.inputs, self._whole.inputs, strict=True):
+            for size, whole in zip(own.shape, of_all.shape, strict=True):
+                if not isinstance(whole, Size):
+                    continue
+                linear = size.linear if isinstance(size, Size) else None
+                if linear is None:
+                    # A dim may have one size in a program.
+                    if whole.at(values) != size:
+                        return False
+                    continue
+                # A dim of a program may stand for some values of another one, as for those that are even.
+                value = linear.value_of_dim(whole.at(values))
+                if value is None or own_values.setdefault(linear.dim.name, value) != value:
+                    return False
+        return True
 
 
 def _of_all_ranks(own: Sequence[Shape], job: Job) -> list[list[Shape]]:

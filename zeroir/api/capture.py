@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zeroir.api.captured import Captured
+from zeroir.api.widest_capture import widest
 from zeroir.artifact import Artifact
 from zeroir.config import CompileOptions
-from zeroir.config.shapes import parse_shapes, shapes_text
-from zeroir.errors import ModelWarning, ShapesError, UserError
-from zeroir.ir.sizes import Dim
+from zeroir.config.shapes import shapes_text
+from zeroir.errors import ModelWarning, UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from zeroir.api.keywords import CompileKeywords
     from zeroir.frontend.source.module_source import FrozenModules
     from zeroir.frontend.source.source import LossFunction, Model, ModelSource, WeightFunction
-    from zeroir.frontend.watch.stored_tensors import KeptTensors
     from zeroir.ir.program import Program
     from zeroir.torch_ops.batches import Batch
-    from zeroir.torch_ops.followed_numbers import FollowedNumbers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """An artefact with only a logical program, and its options including those that the model itself sets.
-
-    ``outside`` are the tensors of the user's code, outside the model, by the names of their constants, and ``numbers``
-    the numbers that the program follows; ``kept`` are the places where the code stores tensors. ``narrowings`` say
-    which lines of code let sizes decide, so that dims are narrowed.
-    """
-
-    artifact: Artifact
-    options: CompileOptions
-    outside: Mapping[str, Tensor]
-    kept: KeptTensors
-    numbers: FollowedNumbers | None = None
-    narrowings: tuple[str, ...] = ()
 
 
 def capture(model: str | Path, options: CompileOptions) -> Captured:
@@ -54,50 +33,10 @@ def capture_source(
 ) -> Captured:
     """Trace a source.
 
-    Where the code treats the sizes of the example batch apart from those beside them, the program is for the latter,
-    unless it has to take the example.
+    Where the code treats the sizes of the example batch apart from others, the program is for others, unless it has to
+    take the example. Where it lets remainders of sizes decide, the program is for those of the example.
     """
-    try:
-        return _captured(source, options)
-    except ShapesError as error:
-        beside = None if takes_example else _source_beside(source, options, error.dims)
-        if beside is None:
-            raise
-        try:
-            return _captured(beside, options)
-        except UserError:
-            raise error from None
-
-
-def _source_beside(
-    source: ModelSource, options: CompileOptions, names: frozenset[str]
-) -> ModelSource | None:
-    """Return the source with an example batch in which dims of these names have other values; None if none has."""
-    import torch
-
-    from zeroir.api.checks.drawn_batches import with_sizes
-    from zeroir.frontend.capture.shapes import dim_env
-    from zeroir.torch_ops.batches import flatten
-
-    if options.shapes is None:
-        return None
-    shapes = parse_shapes(options.shapes)
-    example = source.batch()
-    tensors = flatten(example).tensors
-    env, _ = dim_env(shapes, {path: tuple(x.shape) for path, x in tensors.items()})
-    present = {} if env is None else env.examples
-    if names.isdisjoint(dim.name for dim in present):
-        return None
-    other = {
-        dim.name: _beside(value, dim) if dim.name in names else value
-        for dim, value in present.items()
-    }
-    batch = with_sizes(example, shapes, other, torch.Generator().manual_seed(0))
-    return replace(source, batch=lambda: batch)
-
-
-def _beside(value: int, dim: Dim) -> int:
-    return value + 1 if value < dim.maximum else value - 1
+    return widest(source, options, _captured, takes_example=takes_example)
 
 
 def _captured(source: ModelSource, options: CompileOptions) -> Captured:
@@ -129,6 +68,7 @@ def _captured(source: ModelSource, options: CompileOptions) -> Captured:
         numbers=traced.numbers,
         kept=traced.kept,
         narrowings=traced.narrowings,
+        remainders=traced.remainders,
     )
 
 

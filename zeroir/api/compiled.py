@@ -30,7 +30,7 @@ from zeroir.report.summary import Summary, summarise
 from zeroir.verify import Report, VerificationError
 
 if TYPE_CHECKING:
-    from zeroir.api.capture import Captured
+    from zeroir.api.captured import Captured
     from zeroir.api.search.speculation import SpeculationChoice
     from zeroir.config.offload import Offload
     from zeroir.config.steps import MicroSteps

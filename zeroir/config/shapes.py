@@ -9,13 +9,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from zeroir.errors import UserError
 from zeroir.ir.analysis.instances import values_of_dims
 from zeroir.ir.limits import MOST_COUNT
 from zeroir.ir.program import Program
 from zeroir.ir.sizes import RESERVED_NAMES, Dim, LinearSize, Size
+
+
+class SizeClass(NamedTuple):
+    """The values of a dim that leave this remainder when they are divided by this number."""
+
+    modulus: int
+    remainder: int
+
+    def size(self, dim: Dim) -> int:
+        """Return the values of a dim in this class as a size, of another dim where these are several."""
+        added = (self.remainder - 1) % self.modulus + 1 - self.modulus
+        least = -(-(dim.minimum - added) // self.modulus)
+        most = (dim.maximum - added) // self.modulus
+        if least >= most:
+            return most * self.modulus + added
+        name = f"{dim.name}_by_{self.modulus}"
+        return Dim(name=name, minimum=least, maximum=most).size * self.modulus + added
+
 
 BatchShapes = Mapping[str, tuple[int | None, ...]]
 """The sizes of each named tensor by its path; None is the size of the example batch."""
@@ -47,6 +65,19 @@ def parse_shapes(text: str) -> BatchShapes:
         raise UserError(_explained(text, "names no tensor"))
     dims = _dims([item for items in rows.values() for item in items])
     return {path: tuple(_size(item, dims) for item in items) for path, items in rows.items()}
+
+
+def of_classes(shapes: BatchShapes, classes: Mapping[str, SizeClass]) -> BatchShapes:
+    """Return shapes in which the dims of these names take the values of a class alone."""
+    if not classes:
+        return shapes
+    sizes = (size for shape in shapes.values() for size in shape if isinstance(size, Size))
+    dims = {dim for size in sizes for dim in size.dims if dim.name in classes}
+    of_dims = {dim: classes[dim.name].size(dim) for dim in dims}
+    return {
+        path: tuple(size.replaced(of_dims) if isinstance(size, Size) else size for size in shape)
+        for path, shape in shapes.items()
+    }
 
 
 def shapes_text(shapes: BatchShapes) -> str:

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StrictMinMaxConstr
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from zeroir.errors import InternalError
+from zeroir.errors import InternalError, Remainders
 from zeroir.frontend._torch_dim_nodes import (
     DimNode,
     PolynomialEnv,
@@ -28,16 +28,21 @@ from zeroir.frontend._torch_dim_nodes import (
     answer_for_all,
     rounded_quotient,
 )
+from zeroir.frontend._torch_size_values import holds_for_each, modulus_of
 from zeroir.ir.size_bounds import grows
 from zeroir.ir.sizes import Dim, Size, exact_quotient
 
 
 class NoPolynomialError(Exception):
-    """A size is no polynomial of dims; the text says which it is. ``dims`` are the names of those that it has."""
+    """A size is no polynomial of dims; the text says which it is. ``dims`` are the names of those that it has.
 
-    def __init__(self, text: str, dims: Iterable[str]) -> None:
+    It may be one for each remainder by ``modulus``, if there is one.
+    """
+
+    def __init__(self, text: str, dims: Iterable[str], modulus: int | None) -> None:
         super().__init__(text)
         self.dims = tuple(dims)
+        self.modulus = modulus
 
 
 class SplitError(Exception):
@@ -61,11 +66,21 @@ class DimRange(NamedTuple):
 
 
 class Assumption(NamedTuple):
-    """What a trace assumes of dims, by name, and the ``file:line`` of what asked, or ``""``."""
+    """What a trace assumes of dims, by name, and the ``file:line`` of what asked, or ``""``.
+
+    ``modulus`` is the number by whose remainders sizes may have one answer each, if there is one.
+    """
 
     text: str
     line: str
     dims: tuple[str, ...]
+    modulus: int | None
+
+    def remainders(self, place: str) -> Remainders | None:
+        """Return the remainders by which the code at ``line``, or else at ``place``, may decide."""
+        if self.modulus is None:
+            return None
+        return Remainders(self.dims, self.modulus, self.line or place)
 
 
 def _combined(expression: sympy.Expr, parts: list[int]) -> int | None:
@@ -128,7 +143,8 @@ class DimEnv(PolynomialEnv):
         """
         size = self.polynomial(expression)
         if size is None:
-            raise NoPolynomialError(self.text(expression), self._names(expression))
+            names = self._names(expression)
+            raise NoPolynomialError(self.text(expression), names, modulus_of(expression))
         return size
 
     def stride(self, expression: sympy.Expr) -> sympy.Expr:
@@ -181,7 +197,9 @@ class DimEnv(PolynomialEnv):
         return tuple(self._assumption(what, line) for what, line in self._assumptions.items())
 
     def _assumption(self, what: sympy.Basic, line: str) -> Assumption:
-        return Assumption(text=self.text(what), line=line, dims=self._names(what))
+        return Assumption(
+            text=self.text(what), line=line, dims=self._names(what), modulus=modulus_of(what)
+        )
 
     def ranges(self) -> dict[Dim, DimRange]:
         """Return the dims that need a smaller range so that all assumptions hold: one around the trace's value.
@@ -257,8 +275,19 @@ class DimEnv(PolynomialEnv):
             dim: Dim(name=dim.name, minimum=least, maximum=most).size if least < most else least
             for dim, (least, most) in ranges.items()
         }
-        # What is right where quotients are equal is right for few sizes, beside which there may be a trace of more.
-        known = None if isinstance(what, sympy.Eq) else self._known(what, sizes)
+        known = self._known(what, sizes)
+        if known is None:
+            known = holds_for_each(
+                what,
+                {
+                    symbol: ranges.get(dim, DimRange.of(dim))
+                    for symbol, dim in self.dims.items()
+                    if symbol in what.free_symbols
+                },
+            )
+        elif isinstance(what, sympy.Eq):
+            # What is right where quotients are equal is right for few sizes, beside which there may be a trace of more.
+            known = None
         if known is not None:
             return known
         of_symbols = tuple(

@@ -304,6 +304,12 @@ def quotient(dividend: int, divisor: int) -> int | None:
     return sum_of([*exact, (1, ((Quotient(left, divisor), 1),))])
 
 
+def common_divisor(size: Size) -> int | None:
+    """Return a number by whose remainders a size is a polynomial without quotients each; None where it is one."""
+    divisors = [factor.divisor for factor in size.factors if isinstance(factor, Quotient)]
+    return math.lcm(*divisors) if divisors else None
+
+
 def substituted(terms: Terms, value_of: Callable[[Factor], int]) -> int:
     """Return the size with other sizes in the place of factors."""
     total: int = 0

@@ -47,6 +47,7 @@ from zeroir.torch_ops.replaced.norm_functions import (
     in_order_of_torch,
     instance_normed,
 )
+from zeroir.torch_ops.replaced.one_hot import one_hot
 from zeroir.torch_ops.replaced.recurrent import (
     RecurrentStep,
     gru_step,
@@ -162,6 +163,7 @@ class NeutralOps(TorchFunctionMode):
             F.instance_norm: instance_normed,
             F.interpolate: interpolate,
             F.upsample: interpolate,
+            F.one_hot: one_hot,
             torch.instance_norm: in_order_of_torch(instance_normed),
             F.grouped_mm: partial(_grouped_mm, F.grouped_mm),
             torch._grouped_mm: partial(_grouped_mm, torch._grouped_mm),

@@ -137,14 +137,36 @@ def left_out(compiled: Compiled) -> list[str]:
     """Return phrases about the sizes of a program that has fewer than its options ask for, such as ``rows <= 5``."""
     if compiled.options.shapes is None:
         return []
-    asked = {dim.name: dim for dim in _whole(compiled).dims}
+    whole = _whole(compiled)
+    asked = {dim.name: dim for dim in whole.dims}
     phrases: list[str] = []
     for dim in compiled.program.dims:
+        if dim.name not in asked:
+            phrases += _in_classes(whole, compiled.program, dim)
+            continue
         least = "" if dim.minimum == asked[dim.name].minimum else f"{dim.minimum:,} <= "
         most = "" if dim.maximum == asked[dim.name].maximum else f" <= {dim.maximum:,}"
         if least or most:
             phrases.append(f"{least}{dim.name}{most}")
     return phrases
+
+
+def _in_classes(whole: Program, program: Program, dim: Dim) -> list[str]:
+    """Return a phrase on the sizes that depend on a dim which stands for some values of another one."""
+    of_all = {binding.path: binding.shape for binding in whole.inputs}
+    pairs = (
+        (other, size)
+        for binding in program.inputs
+        for size, other in zip(binding.shape, of_all[binding.path], strict=True)
+    )
+    return next(
+        (
+            [f"{other} = {size} with {dim.name} from {dim.minimum:,} to {dim.maximum:,}"]
+            for other, size in pairs
+            if isinstance(size, Size) and dim in size.dims
+        ),
+        [],
+    )
 
 
 def _dims_of(shapes: BatchShapes) -> set[Dim]:

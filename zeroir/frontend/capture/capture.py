@@ -18,7 +18,7 @@ from torch import nn
 
 from zeroir.config.precision import FloatName
 from zeroir.config.shapes import BatchShapes
-from zeroir.errors import UserError
+from zeroir.errors import Remainders, UserError
 from zeroir.frontend._torch_private import (
     fake_mode,
 )
@@ -307,6 +307,7 @@ def _captured(
         notes.append(note_on_stores(lost) if lost else None)
         evaluation: CapturedEvaluation | None = None
         narrowings: tuple[str, ...] = ()
+        remainders: Remainders | None = None
         if evaluate:
             evaluation, why_not = _evaluation(
                 joint, step, outputs, joint_graph_of_a_step, has_stores=source.is_in_hand
@@ -337,6 +338,9 @@ def _captured(
             if narrowed:
                 sizes_of_dims = {dim: each.dim.size for dim, each in narrowed.items()}
                 narrowings = tuple(each.reason for each in narrowed.values())
+                remainders = next(
+                    filter(None, (each.remainders for each in narrowed.values())), None
+                )
                 notes += [
                     each.note(_IN_FILE if source.file is not None else _IN_SCRIPT)
                     for each in narrowed.values()
@@ -361,6 +365,7 @@ def _captured(
         checkpoints=checkpoints,
         notes=tuple(dict.fromkeys(note for note in notes if note is not None)),
         narrowings=narrowings,
+        remainders=remainders,
         evaluation=evaluation,
         numbers=numbers,
         values=values,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from zeroir.errors import Remainders
 from zeroir.frontend.capture.captured_graph import CapturedGraph
 from zeroir.frontend.capture.code_contexts import (
     Checkpoint,
@@ -62,6 +63,7 @@ class CapturedModel:
     checkpoints: tuple[Checkpoint, ...] = ()
     notes: tuple[str, ...] = ()
     narrowings: tuple[str, ...] = ()
+    remainders: Remainders | None = None
     evaluation: CapturedEvaluation | None = None
     numbers: FollowedNumbers | None = None
     kept: KeptTensors = NOTHING_KEPT

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from zeroir.errors import InternalError, ShapesError, UserError
+from zeroir.errors import InternalError, Remainders, ShapesError, UserError
 from zeroir.frontend._torch_private import is_backward, is_gradient_sum
 from zeroir.frontend._torch_sizes import NoPolynomialError, assume_not_1, size_of, stride_of
 from zeroir.frontend.capture.storage_views import bounds_error
 from zeroir.ir.segments.allowlist import OPAQUE_OPS, refusal
 from zeroir.ir.segments.segment import TensorType
 from zeroir.ir.size_bounds import grows
-from zeroir.ir.sizes import Size
+from zeroir.ir.sizes import Size, common_divisor
 from zeroir.torch_ops.foreign_workspaces import declared_workspace_bytes
 from zeroir.torch_ops.opaque import planned_bytes
 from zeroir.torch_ops.purity import breach, is_foreign
@@ -111,10 +111,12 @@ def tensor_type(tensor: Tensor, source: str) -> TensorType:
 def _planned(size: int, source: str) -> int:
     """Return a size of a tensor, for which memory is planned at the bounds; ShapesError where it may shrink."""
     if isinstance(size, Size) and not grows(size):
+        divisor = common_divisor(size)
         raise ShapesError(
             f"{source} makes a tensor of size {size}, which is negative or shrinks for some sizes of the batch: narrow "
             "the dims.",
-            (dim.name for dim in size.dims),
+            names := tuple(dim.name for dim in size.dims),
+            None if divisor is None else Remainders(names, divisor, source),
         )
     return size
 
@@ -153,6 +155,7 @@ def _no_polynomial(error: NoPolynomialError, source: str) -> ShapesError:
         f"{source} makes a size that is no polynomial of dims, {error}: give that dimension one size, or let the data "
         "have it.",
         error.dims,
+        None if error.modulus is None else Remainders(error.dims, error.modulus, source),
     )
 
 

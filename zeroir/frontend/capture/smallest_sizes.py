@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from itertools import combinations
 from typing import Final, NamedTuple
 
-from zeroir.errors import ShapesError
+from zeroir.errors import Remainders, ShapesError
 from zeroir.frontend._torch_sizes import Assumption, DimEnv, DimRange, SplitError
 from zeroir.frontend.capture.captured_graph import CapturedGraph
 from zeroir.ir.dtypes import DType
@@ -27,10 +27,14 @@ Traces = tuple[CapturedGraph | None, ...]
 
 
 class NarrowedDim(NamedTuple):
-    """A dim with a smaller range than the user gives it, and why: the lines that decide, and what they decide."""
+    """A dim with a smaller range than the user gives it, and why: the lines that decide, and what they decide.
+
+    ``remainders`` are those that may decide, if any.
+    """
 
     dim: Dim
     reason: str
+    remainders: Remainders | None = None
 
     def note(self, on_other_sizes: str) -> str:
         """Return sentences that say so, the last of which is on batches of other sizes."""
@@ -81,6 +85,7 @@ def narrowed_dims(
             new,
             f"{' and '.join(lines)} {'lets' if len(lines) == 1 else 'let'} the sizes of the batch decide, and the "
             f"program is right only where {' and '.join(each.text for each in reasons)}",
+            next(filter(None, (each.remainders(place) for each in reasons)), None),
         )
     return narrowed
 
@@ -121,6 +126,7 @@ def _refusal(assumption: Assumption, place: str) -> ShapesError:
         f"{assumption.line or place} lets the sizes of the batch decide: the program would be right only where "
         f"{assumption.text}. Narrow the dims to that, or express it without a decision.",
         assumption.dims,
+        assumption.remainders(place),
     )
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from zeroir.config import CompileOptions, replaced
-from zeroir.config.shapes import BatchShapes, parse_shapes, shapes_text
+from zeroir.config.shapes import BatchShapes, of_classes, parse_shapes, shapes_text
 from zeroir.config.steps import BATCHES, ELEMENTS
-from zeroir.errors import ModelWarning, UserError
+from zeroir.errors import ModelWarning, Remainders, UserError
 from zeroir.frontend.capture.capture import capture
 from zeroir.frontend.capture.captured_model import CapturedModel
 from zeroir.frontend.capture.code_contexts import note_on_small_checkpoints, recomputed_units
@@ -48,6 +48,7 @@ class TracedModel:
     numbers: FollowedNumbers | None
     kept: KeptTensors
     narrowings: tuple[str, ...]
+    remainders: Remainders | None
     values: Mapping[str, str]
 
 
@@ -59,6 +60,7 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
     elif source.shapes is not None:
         shapes = source.shapes()
         options = replaced(options, shapes=shapes_text(shapes) or None)
+    shapes = of_classes(shapes, source.classes)
     captured = capture_with_numbers(
         source,
         lambda numbers: capture(
@@ -96,6 +98,7 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
         numbers=captured.numbers,
         kept=captured.kept,
         narrowings=captured.narrowings,
+        remainders=captured.remainders,
         values=captured.values,
     )
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from torch import nn
 
-from zeroir.config.shapes import BatchShapes
+from zeroir.config.shapes import BatchShapes, SizeClass
 from zeroir.errors import MEMORY_REMEDY, UserError, is_out_of_memory
 from zeroir.frontend.source.source_lines import line_of_definition, line_of_error, line_of_forward
 from zeroir.ir.program import Flat
@@ -101,7 +101,8 @@ class ModelSource:
     process. ``autocasts`` maps ``file:line`` to the accelerator for which that code entered autocast while it was
     loaded. ``file`` is None if there is no model file. ``shapes`` returns the shapes of the batch that depend on dims.
     ``earlier`` is what a program goes on with. With ``has_optimizer`` the script's optimizer says which parameters are
-    trained, and those of other modules that the code uses are constants.
+    trained, and those of other modules that the code uses are constants. ``classes`` has the values that some dims take
+    instead of all in their range.
     """
 
     names: SourceNames
@@ -120,6 +121,7 @@ class ModelSource:
     shapes: Callable[[], BatchShapes] | None = None
     earlier: Earlier = NOTHING_EARLIER
     has_optimizer: bool = False
+    classes: Mapping[str, SizeClass] = field(default_factory=dict)
 
     def line_of_loss(self, model: nn.Module) -> str:
         """Return ``file:line`` of the function that returns the loss, or of the model's creation if that is torch's."""

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from zeroir.ir.buffers import contiguous_stride, span_numel
 from zeroir.ir.dtypes import DType
 from zeroir.ir.segments.segment import Node, NodeArg, Ref, TensorType
+from zeroir.ir.sizes import quotient
 
 
 class Part(NamedTuple):
@@ -156,6 +157,12 @@ def _dim(arg: NodeArg, rank: int) -> int:
     return dim % count
 
 
+def _divided(size: int, divisor: int) -> int:
+    """Return a size divided by a positive number and rounded down, as a size where that is one."""
+    rounded = quotient(size, divisor)
+    return size // divisor if rounded is None else rounded
+
+
 def _of(kind: TensorType, shape: Sequence[int], stride: Sequence[int]) -> TensorType:
     return TensorType(dtype=kind.dtype, shape=tuple(shape), stride=tuple(stride))
 
@@ -261,7 +268,7 @@ def _unfold(x: TensorType, dimension: NodeArg, size: NodeArg, step: NodeArg) -> 
     if not x.shape:
         return [Part(0, _of(x, (length,), (1,)))]
     shape, strides = list(x.shape), list(x.stride)
-    shape[dim], strides[dim] = (extent - length) // distance + 1, distance * stride
+    shape[dim], strides[dim] = _divided(extent - length, distance) + 1, distance * stride
     return [Part(0, _of(x, (*shape, length), (*strides, stride)))]
 
 
@@ -302,7 +309,7 @@ def _slice(
         min(max(bound + extent if bound < 0 else bound, 0), extent)
         for bound in (0 if start is None else _int(start), extent if end is None else _int(end))
     )
-    length = max(-(-(last - first) // every), 0)
+    length = max(-_divided(first - last, every), 0)
     shape, stride = list(x.shape), list(x.stride)
     shape[at], stride[at] = length, x.stride[at] * every
     return [Part(first * x.stride[at], _of(x, shape, stride))]
@@ -315,8 +322,8 @@ def _split(x: TensorType, split_size: NodeArg, dim: NodeArg = 0) -> list[Part]:
         raise ViewError(f"splits {extent} elements by {size}")
     if extent == 0:
         return [Part(0, x)]
-    starts = range(0, extent, size)
-    return _split_with_sizes(x, tuple(min(size, extent - start) for start in starts), at)
+    whole = -(-extent.__index__() // size.__index__()) - 1
+    return _split_with_sizes(x, (*[size] * whole, extent - whole * size), at)
 
 
 def _split_with_sizes(x: TensorType, split_sizes: NodeArg, dim: NodeArg = 0) -> list[Part]:
