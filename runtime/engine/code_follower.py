@@ -13,7 +13,7 @@ from zeroir.errors import ChangedCodeError, UserError
 from zeroir.ir.program import Program
 from zeroir.ir.reports import Storing
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
-from zeroir.runtime.engine.script_optimizers import ScriptOptimizers
+from zeroir.runtime.engine.script_optimizers import ScriptOptimizers, UnknownOptimizers
 from zeroir.runtime.engine.signatures import Signatures
 from zeroir.runtime.engine.watched_code import WatchedCode, is_current, lent_values, read_tensors
 from zeroir.runtime.memory.rank_memory import RankMemory
@@ -65,6 +65,7 @@ class CodeFollower:
         self._keeps = True
         self._eager: CompileEagerly | None = None
         self._optimizers: ScriptOptimizers | None = None
+        self._unknown_optimizers: UnknownOptimizers | None = None
         self._lent: Mapping[int, Tensor] = {}
 
     @property
@@ -92,9 +93,12 @@ class CodeFollower:
         if of_script and live is not None and not is_known:
             self.release()
             self._optimizers = ScriptOptimizers(of_script, code.parameter_names(), live)
+        if self._unknown_optimizers is None and live is not None and code.model is not None:
+            self._unknown_optimizers = UnknownOptimizers(code.parameter_names(), of_script)
 
     def release(self) -> None:
         """Let the script's optimizers update again."""
+        self._unknown_optimizers = None
         if self._optimizers is not None:
             self._optimizers.release()
             self._optimizers = None
@@ -135,6 +139,8 @@ class CodeFollower:
         """Apply the changes of the script's optimizers."""
         if self._optimizers is not None:
             self._optimizers.follow()
+        if self._unknown_optimizers is not None:
+            self._unknown_optimizers.require_unchanged()
 
     @property
     def trains_others(self) -> bool:

@@ -63,7 +63,8 @@ def test_an_engine_takes_the_present_values_and_the_memory(stage: int, precision
     assert [parameter.shape for parameter in parameters] == shapes
     assert not module.pre.weight.requires_grad
     assert module.post.weight.requires_grad
-    assert all(parameter.grad is None for parameter in parameters)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert all(parameter.grad is None for parameter in parameters)
     engine.step(random_batches(1, 1)[0][0])
 
 

@@ -6,6 +6,7 @@ They have a shape, a dtype and a device; every computation with them raises User
 from __future__ import annotations
 
 import sys
+import sysconfig
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
@@ -65,6 +66,16 @@ _HOME: Final = "_home"
 _IS_PARAMETER: Final = "_is_param"
 
 _GRADIENT_READ: Final[object] = getattr(Tensor, "grad").__get__  # noqa: B009
+_IS_META: Final[object] = getattr(Tensor, "is_meta").__get__  # noqa: B009
+_NOT_THE_USERS: Final = (
+    *("site-packages", "dist-packages"),
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[1]),
+    sysconfig.get_paths()["stdlib"],
+)
+"""Parts of the names of files whose code may look at gradients, and finds none."""
+
+_GRADIENT_SET: Final[object] = getattr(Tensor, "grad").__set__  # noqa: B009
 _USES_GRADIENTS: Final = tuple(
     str(Path(torch.__file__).parent / name) for name in ("optim", "nn/utils", "amp")
 )
@@ -158,7 +169,12 @@ class MovedTensor(AbsentTensor):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Raise an error where torch's own code would update or clip with gradients that are not here."""
+        """Raise an error where code would use gradients that are not here, or load values."""
+        if func == _GRADIENT_SET and args[1] is not None:
+            raise UserError(
+                "The gradients of this module are in the engine, which computes them itself: a gradient that is set "
+                "does not count. Add what it stands for to the loss."
+            )
         if func == _GRADIENT_READ:  # each access makes a new method wrapper
             code = sys._getframe(1).f_code
             if code.co_filename.startswith(_USES_GRADIENTS) and code.co_name != "zero_grad":
@@ -167,6 +183,17 @@ class MovedTensor(AbsentTensor):
                     "leave out the optimizer's step(), and clip with clip= of zeroir.compile; result.grad_norm has the "
                     "norm."
                 )
+            if not any(part in code.co_filename for part in _NOT_THE_USERS):
+                raise UserError(
+                    "The gradients of this module are in the engine, and zeroed there: read them with "
+                    "engine.gradients(), or their norms with engine.gradient_norms() or result.grad_norm."
+                )
+        # Torch collects the errors of the copies that follow.
+        if func == _IS_META and sys._getframe(1).f_code.co_name == "_load_from_state_dict":
+            raise UserError(
+                "The values of this module are in the engine that was made from it: load others with "
+                "engine.load_state_dict(state)."
+            )
         return super().__torch_function__(func, types, args, kwargs)
 
 
