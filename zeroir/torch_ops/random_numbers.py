@@ -7,15 +7,21 @@ plain operators. The numbers differ from torch's, but their distributions are th
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Final, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroir.errors import UserError
 from zeroir.torch_ops.define import define, fake
 from zeroir.torch_ops.replaced.dropout import hashed
 
@@ -48,6 +54,60 @@ def _(x: Tensor, _: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
 
+class OwnSeedError(UserError):
+    """The user's code chooses the seed of random numbers itself."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}, while a program draws from the seed of the engine, other numbers at every step: draw them before "
+            "the step into a tensor, whose present values count, pass them with the batch, or leave out that seed"
+        )
+
+
+@contextlib.contextmanager
+def own_seeds_refused() -> Iterator[None]:
+    """Within the block, raise an OwnSeedError where code seeds torch's generator."""
+    generator = _UnseededGenerator(torch.default_generator)
+    with mock.patch.object(torch.random, "default_generator", generator):
+        yield
+
+
+class _UnseededGenerator:
+    """Torch's generator, whose state cannot be replaced by another one."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def get_state(self) -> Tensor:
+        return self._generator.get_state()
+
+    def initial_seed(self) -> int:
+        return self._generator.initial_seed()
+
+    def set_state(self, state: Tensor) -> object:
+        if not _is_called_by_libraries():
+            raise OwnSeedError("sets the state of torch's generator")
+        return self._generator.set_state(state)
+
+    def manual_seed(self, _: int) -> object:
+        raise OwnSeedError("seeds torch's generator")
+
+    def seed(self) -> int:
+        raise OwnSeedError("seeds torch's generator")
+
+
+def _is_called_by_libraries() -> bool:
+    """Return whether code of torch's or zeroir's, such as a tracer, sets the state, which it read before."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in _OF_GENERATORS:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES)
+
+
+_OF_GENERATORS: Final = (__file__, torch.random.__file__, contextlib.__file__)
+_LIBRARIES: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
 class SeededRandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode in which each random operator uses one or two seeds (i64[1])."""
 
@@ -64,12 +124,18 @@ class SeededRandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Call ``func`` or its replacement."""
+        """Call ``func`` or its replacement.
+
+        Raises:
+            OwnSeedError: if it draws from a generator of the user's.
+        """
         rule = _RULES.get(str(getattr(func, "overloadpacket", None)))
         if rule is None or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **(kwargs or {}))
         names = [argument.name for argument in func._schema.arguments]
         named_args = _NamedArguments({**dict(zip(names, args, strict=False)), **(kwargs or {})})
+        if named_args.named.get("generator") is not None:
+            raise OwnSeedError("draws from a torch.Generator (generator=)")
         with torch._C.DisableTorchFunction():
             return rule(named_args, _SeededNumbers(self._seed))
 

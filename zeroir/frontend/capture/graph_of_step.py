@@ -42,6 +42,7 @@ from zeroir.frontend.source.unsupported import MAKE_PART_OF_MODEL
 from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.neutral import UntracedCallError
 from zeroir.torch_ops.purity import ImpureOperatorError
+from zeroir.torch_ops.random_numbers import OwnSeedError, own_seeds_refused
 from zeroir.torch_ops.ranks import collective_error
 
 _MOST_ATTEMPTS = 3
@@ -84,7 +85,12 @@ def _with_reuse(
 ) -> tuple[CapturedGraph, tuple[str, ...]] | None:
     """Return the same as ``graph_of_step``, but trace equal blocks once; None if that is impossible or no faster."""
     try:
-        with tracing_conditions(step.checkpointing), _gradients_only_returned(), _no_ranges():
+        with (
+            tracing_conditions(step.checkpointing),
+            _gradients_only_returned(),
+            _no_ranges(),
+            own_seeds_refused(),
+        ):
             with tracer_settings(mode):
                 recording = step.record(inputs)
             plan = step.plan = make_plan(recording, mode, fewest_equal_calls)
@@ -117,7 +123,12 @@ def _traced(
     paths: Sequence[str],
 ) -> TracedGraph:
     try:
-        with tracing_conditions(step.checkpointing), _gradients_only_returned(), _no_ranges():
+        with (
+            tracing_conditions(step.checkpointing),
+            _gradients_only_returned(),
+            _no_ranges(),
+            own_seeds_refused(),
+        ):
             try:
                 return joint_graph(mode, step, inputs)
             except Exception:
@@ -126,6 +137,8 @@ def _traced(
             # The code does more with the values of tensors than to store them.
             step.stores_values = step.has_values = False
             return joint_graph(mode, step, inputs)
+    except OwnSeedError as error:
+        raise UserError(f"{capitalised(source.place_of(error))} {error}.") from None
     except ZeroirError:
         raise
     except ImpureOperatorError as error:
