@@ -296,7 +296,7 @@ def _captured(
         with refusals_at(step.line):
             changed = checked_state(joint, model, mode, step, lambda: joint_graph_of_a_step()[0])
             if reached.clock_line:
-                require_no_clock(joint, lambda: joint_graph_of_a_step()[0], reached.clock_line)
+                require_no_clock(joint, model, step, reached, lambda: joint_graph_of_a_step()[0])
         notes.append(changed.note)
         # What is stored in the backward is no value of the forward.
         of_forward = [s for s in changed.stores if source.is_in_hand and s in places]

@@ -29,6 +29,7 @@ from zeroir.frontend.capture.python_state import (
     tensor_attributes,
 )
 from zeroir.frontend.source.generators import later_clocks
+from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.stored_tensors import Container, StorePlace
 
 _MOST_NAMES = 3
@@ -94,11 +95,24 @@ def checked_state(
         first.restore()
 
 
-def require_no_clock(joint: CapturedGraph, capture: Callable[[], CapturedGraph], line: str) -> None:
-    """Raise a UserError if a later capture of code that reads a clock, at this line, is not ``joint``."""
-    with later_clocks():
-        is_alike = _is_captured_alike(joint, capture)
-    if not is_alike:
+def require_no_clock(
+    joint: CapturedGraph,
+    model: nn.Module,
+    step: LossStep,
+    reached: ReachedCode,
+    capture: Callable[[], CapturedGraph],
+) -> None:
+    """Raise a UserError if a later capture of code that reads a clock is not ``joint``, or it draws random bits."""
+    line, first = reached.clock_line, step.state
+    with later_clocks(reached.functions) as has_drawn:
+        # The earlier state would restore the globals that are clocks.
+        step.state = PythonState.of(model, first.code)
+        try:
+            is_alike = _is_captured_alike(joint, capture)
+        finally:
+            step.state.restore()
+            step.state = first
+    if not is_alike or has_drawn():
         raise UserError(
             f"The model computes with a clock or with random bits of the system, which {line} reads, while a program "
             "computes the same at every step: pass the value with the batch, or draw from torch's generators."

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import datetime
+import os
 import random
 import secrets
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import BuiltinFunctionType
-from typing import Any, Final
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, Final, Self
 from unittest import mock
 
-_CLOCKS: Final = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns")
+_CLOCKS: Final = (
+    *("time", "monotonic", "perf_counter", "process_time", "thread_time"),
+    *("time_ns", "monotonic_ns", "perf_counter_ns", "process_time_ns", "thread_time_ns"),
+)
+_CALENDARS: Final = ("localtime", "gmtime", "ctime")
+"""Functions of the time in seconds, which is the present one by default."""
+
+_TEXTS: Final = (("strftime", 1), ("asctime", 0))
+"""Functions of a date, and its position among their arguments; it is the present one by default."""
+
 _MODULES: Final = (time, datetime, secrets, uuid)
 _CLASSES: Final = (datetime.datetime, datetime.date)
 _SOURCES: Final = frozenset(
@@ -23,8 +33,8 @@ _SOURCES: Final = frozenset(
 )
 """Names of functions and classes whose results differ from call to call, even without any state of the caller's."""
 
-_LATER: Final = 98_765
-"""Seconds."""
+_LATER: Final = 400 * 86_400 + 12_345
+"""Seconds, after which every part of a date is another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +85,93 @@ def is_clock(name: str, value: object) -> bool:
 
 
 @contextmanager
-def later_clocks() -> Iterator[None]:
-    """Let the clocks of Python's ``time`` be about one day later within the block."""
+def later_clocks(functions: Iterable[FunctionType]) -> Iterator[Callable[[], bool]]:
+    """Let the clocks of Python be later within the block, also those that are globals of ``functions``.
 
-    def later(name: str) -> Callable[[], float]:
-        original, unit = getattr(time, name), 10**9 if name.endswith("_ns") else 1
-        return lambda: original() + _LATER * unit
-
+    Yield a function that returns whether random bits of the system were drawn.
+    """
+    others = {id(original): (original, later) for original, later in _later_originals()}
+    draws: list[int] = []
+    noting = _noting(os.urandom, draws)
+    spaces = {id(vars(module)): vars(module) for module in (time, datetime)}
+    spaces |= {id(function.__globals__): function.__globals__ for function in functions}
     with ExitStack() as patches:
-        for name in _CLOCKS:
-            patches.enter_context(mock.patch.object(time, name, later(name)))
-        yield
+        for space in spaces.values():
+            known = {name: value for name, value in space.items() if id(value) in others}
+            patches.callback(space.update, known)
+            space.update({name: others[id(value)][1] for name, value in known.items()})
+        for owner, name in ((os, "urandom"), (random, "_urandom")):
+            patches.enter_context(mock.patch.object(owner, name, noting))
+        yield lambda: bool(draws)
+
+
+def _noting(original: Callable[[int], bytes], draws: list[int]) -> Callable[[int], bytes]:
+    def draw(size: int) -> bytes:
+        draws.append(size)
+        return original(size)
+
+    return draw
+
+
+def _later_originals() -> Iterator[tuple[object, object]]:
+    """Yield each function and class that reads a clock, and one that reads a later one."""
+    for name in _CLOCKS:
+        yield getattr(time, name), _later(getattr(time, name), 10**9 if name.endswith("_ns") else 1)
+    for name in _CALENDARS:
+        yield getattr(time, name), _of_later_time(getattr(time, name))
+    for name, position in _TEXTS:
+        yield getattr(time, name), _of_later_date(getattr(time, name), position)
+    yield datetime.datetime, _LaterDatetime
+    yield datetime.date, _LaterDate
+
+
+def _later(original: Callable[[], float], unit: int) -> Callable[[], float]:
+    return lambda: original() + _LATER * unit
+
+
+def _of_later_time(original: Callable[[float], object]) -> Callable[..., object]:
+    present = time.time
+    return lambda seconds=None: original(present() + _LATER if seconds is None else seconds)
+
+
+def _of_later_date(original: Callable[..., object], position: int) -> Callable[..., object]:
+    present, local = time.time, time.localtime
+
+    def call(*args: object) -> object:
+        return original(*args, *([local(present() + _LATER)] if len(args) == position else []))
+
+    return call
+
+
+class _LikeItsBase(type):
+    """The class of classes whose instances are those of the class that they extend."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, cls.__mro__[1])
+
+
+class _LaterDatetime(datetime.datetime, metaclass=_LikeItsBase):
+    """Dates with times, of which the present one is later."""
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> Self:
+        return super().now(tz) + _DELTA
+
+    @classmethod
+    def utcnow(cls) -> Self:
+        return super().utcnow() + _DELTA
+
+    @classmethod
+    def today(cls) -> Self:
+        return super().today() + _DELTA
+
+
+class _LaterDate(datetime.date, metaclass=_LikeItsBase):
+    """Dates, of which the present one is later."""
+
+    @classmethod
+    def today(cls) -> Self:
+        return super().today() + _DELTA
+
+
+_DELTA: Final = datetime.timedelta(seconds=_LATER)

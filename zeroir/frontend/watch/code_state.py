@@ -12,22 +12,28 @@ import functools
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from types import (
     BuiltinFunctionType,
+    CodeType,
     FunctionType,
     MappingProxyType,
     MethodType,
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, Final, cast
+from typing import Any, Final, TypeGuard, cast
 
 from torch import Tensor, nn
 
-from zeroir.frontend._torch_hooks import HOOKS_OF_MODULES, global_hooks, version_of
+from zeroir.frontend._torch_hooks import (
+    HOOKS_OF_MODULES,
+    global_hooks,
+    gradient_hooks,
+    version_of,
+)
 from zeroir.frontend.source.generators import is_consumed
 from zeroir.frontend.source.imports import is_known_package, is_main
 from zeroir.frontend.source.namespaces import (
@@ -44,6 +50,7 @@ from zeroir.frontend.watch.contents import checksum_of, digest, held_by, names_r
 from zeroir.frontend.watch.live_modules import LiveModules
 from zeroir.frontend.watch.quick_comparison import MISSING, QuickComparison
 from zeroir.frontend.watch.reached_code import ReachedCode
+from zeroir.frontend.watch.torch_settings import replaceable, settings_read
 from zeroir.torch_ops.followed_numbers import text_of
 
 Leaf = tuple[object, ...]
@@ -65,6 +72,10 @@ _LONGEST_PLAIN_VALUE: Final = 200
 
 HOOK: Final = "hook"
 """The first element of the leaves of hooks."""
+
+
+SETTING: Final = "setting"
+"""The first element of the leaves of settings and functions of torch."""
 
 
 FOLLOWED: Final = "a number that counts at every step"
@@ -180,10 +191,22 @@ class CodeState:
                 self._closure(function)
         if not self.code.of_users.isdisjoint(_OF_ENVIRONMENT):
             self._environment()
+        for expression, read in settings_read(self.code.of_users):
+            self.leaves[expression] = (SETTING, str(read()))
+            self.quick.add_computed(read)
+        modules = [each for each in self._seen.values() if _is_of_torch(each)]
+        for expression, space, key, present in replaceable(self.code.of_users, modules):
+            self._replaceable(expression, space, key, present)
         for number, hook in enumerate(global_hooks()):
             self._seen[id(hook)] = hook
             self.leaves[f"all modules.hooks[{number}]"] = (HOOK, id(hook))
         self.quick.add_computed(global_hooks)
+
+    def _replaceable(self, name: str, space: Mapping[str, object], key: str, value: object) -> None:
+        """Add a function of torch that a script may replace."""
+        self.leaves[name] = (SETTING, type(value), id(value))
+        self._seen[id(value)] = value
+        self.quick.add_global(space, key, value)
 
     def _environment(self) -> None:
         """Add the variables of the process's environment that the user's code mentions."""
@@ -223,10 +246,17 @@ class CodeState:
                     if isinstance(tensor, nn.Parameter):
                         self.leaves[f"{full}.requires_grad"] = (tensor.requires_grad,)
                         self.quick.add_parameter(tensor)
+                        self._gradient_hooks(full, tensor)
         live = () if self.live is None else self.live.modules
         traced = {base for m in model.modules() if m not in live for base in type(m).__mro__}
         for kind in dict.fromkeys(base for m in model.modules() for base in type(m).__mro__):
-            if not is_known_package(kind.__module__):
+            if is_known_package(kind.__module__):
+                forward = vars(kind).get("forward")
+                if forward is not None:
+                    self._replaceable(
+                        f"{kind.__qualname__}.forward", vars(kind), "forward", forward
+                    )
+            else:
                 label = self._label(kind.__name__, id(kind))
                 forward = vars(kind).get("forward")
                 if kind in traced and isinstance(forward, FunctionType):
@@ -237,6 +267,9 @@ class CodeState:
         own = vars(module)
         contents = dict(own)
         self.leaves[f"{path}.training".strip(".")] = (module.training,)
+        self._seen[id(type(module))] = type(module)
+        self.leaves[f"{path}.__class__".strip(".")] = (type, id(type(module)))
+        self.quick.add_attribute(module, "__class__", type(module))
         for name, child in module._modules.items():
             self._seen[id(child)] = child
             self.leaves[f"{path}.{name}".strip(".")] = (nn.Module, type(child).__name__, id(child))
@@ -282,6 +315,15 @@ class CodeState:
                     if not isinstance(hook, _BY_IDENTITY):
                         self._mutable(self._label(type(hook).__name__, id(hook)), hook)
 
+    def _gradient_hooks(self, path: str, parameter: nn.Parameter) -> None:
+        """Add the hooks of a parameter; none can be added once an engine has its values."""
+        hooks = gradient_hooks(parameter)
+        if hooks:
+            self.quick.add_computed(lambda: gradient_hooks(parameter))
+        for number, hook in enumerate(hooks):
+            self.leaves[f"{path}.hooks[{number}]"] = (HOOK, id(hook))
+            self._seen[id(hook)] = hook
+
     def _read_by_others(self, path: str, own: dict[str, Any], code: ReachedCode) -> None:
         """Add those attributes of a live module that code of other modules mentions."""
 
@@ -292,11 +334,12 @@ class CodeState:
         for key, name in labels().items():
             self.lines.setdefault(name, code.attributes.get(key, ""))
             self._add(name, own[key], NumberPlace(own, key))
-        self.quick.add_computed(
-            lambda: [
-                (name, id(own[key])) for key, name in labels().items() if name not in self.numbers
-            ]
-        )
+
+        def present() -> list[tuple[str, object]]:
+            return [(n, own[key]) for key, n in labels().items() if n not in self.numbers]
+
+        kept = present()
+        self.quick.add_computed(lambda: _are_identical(present(), kept))
 
     def _reach(self, value: object) -> None:
         """Follow a function or a module that an attribute or variable holds."""
@@ -353,16 +396,27 @@ class CodeState:
             label = self._variable(function, name, value, NumberPlace(variables, name))
             if label not in self.numbers:
                 self.quick.add_cell(cell, value)
+        self._code(function)
         code, defaults = function.__code__, function.__defaults__ or ()
-        if defaults:
-            self.quick.add_computed(lambda: id(function.__defaults__))
         positional = code.co_varnames[: code.co_argcount]
         for name, value in zip(
             positional[len(positional) - len(defaults) :], defaults, strict=True
         ):
             self._variable(function, name, value)
-        for name, value in (function.__kwdefaults__ or {}).items():
-            self._variable(function, name, value)
+        of_keywords = function.__kwdefaults__ or {}
+        contents = dict(of_keywords)
+        self.quick.add_container(of_keywords, contents)
+        for name, value in contents.items():
+            self._variable(function, name, value, NumberPlace(of_keywords, name, contents))
+
+    def _code(self, function: FunctionType) -> None:
+        """Add a function's code, and which objects its defaults are, all of which may be replaced."""
+        if function.__code__ is not self.code.codes[function]:
+            name = self._label(f"{function.__qualname__}.__code__", id(function))
+            self.lines.setdefault(name, self.code.line_of(function))
+            self.leaves[name] = (CodeType, id(function.__code__))
+        for attribute in ("__code__", "__defaults__", "__kwdefaults__"):
+            self.quick.add_attribute(function, attribute, getattr(function, attribute))
 
     def _variable(
         self, function: FunctionType, name: str, value: object, place: NumberPlace | None = None
@@ -419,7 +473,7 @@ class CodeState:
             self.leaves[name] = (type(value), id(value))
             if place is not None and isinstance(type(value).__eq__, FunctionType):
                 # Another object may say that it is equal.
-                self.quick.add_computed(lambda: id(place.value))
+                self.quick.add_computed(lambda: place.value is value)
             self._mutable(name, value)
 
     def _attributes_of_function(self, name: str, function: FunctionType) -> None:
@@ -479,8 +533,9 @@ class CodeState:
                 self.quick.add_computed(checksum)
             case _ if (held := held_by(value)) is not None:
                 expression, read = held
-                self.quick.add_computed(lambda: id(read()))
-                self._add(name + expression, read())
+                present = read()
+                self.quick.add_computed(lambda: read() is present)
+                self._add(name + expression, present)
             case _:
                 for read_name in names_read_by(value):
                     self.code.mention(read_name)
@@ -554,6 +609,21 @@ class CodeState:
                     self.quick.add_global(values, key, value)
                 self.lines.setdefault(label, self.code.attributes.get(key, ""))
                 self._add(label, value, NumberPlace(space, key, contents))
+
+
+def _is_of_torch(value: object) -> TypeGuard[ModuleType]:
+    """Return whether an object is a Python module of torch."""
+    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] == "torch"
+
+
+def _are_identical(
+    present: Sequence[tuple[str, object]], kept: Sequence[tuple[str, object]]
+) -> bool:
+    """Return whether named values are the same objects."""
+    return len(present) == len(kept) and all(
+        name == other and value is old
+        for (name, value), (other, old) in zip(present, kept, strict=True)
+    )
 
 
 def _is_trainer(value: object) -> bool:

@@ -32,6 +32,7 @@ class QuickComparison:
     _contents_of: dict[int, list[object]] = field(default_factory=dict)
     _globals: list[tuple[Mapping[str, object], str, object]] = field(default_factory=list)
     _cells: list[tuple[CellType, object]] = field(default_factory=list)
+    _attributes: list[tuple[object, str, object]] = field(default_factory=list)
     _tensors: list[Tensor] = field(default_factory=list)
     _versions: list[int] = field(default_factory=list)
     _parameters: list[Tensor] = field(default_factory=list)
@@ -51,6 +52,10 @@ class QuickComparison:
     def add_cell(self, cell: CellType, value: object) -> None:
         """Compare a variable of a closure by its identity."""
         self._cells.append((cell, value))
+
+    def add_attribute(self, owner: object, name: str, value: object) -> None:
+        """Compare an attribute by its identity."""
+        self._attributes.append((owner, name, value))
 
     def add_tensor(self, tensor: Tensor, version: int) -> None:
         """Compare the version of a tensor."""
@@ -83,6 +88,7 @@ class QuickComparison:
                 and all(map(operator.eq, self._containers, self._contents))
                 and all(space.get(name, MISSING) is value for space, name, value in self._globals)
                 and all(cell.cell_contents is value for cell, value in self._cells)
+                and all(getattr(owner, name) is value for owner, name, value in self._attributes)
                 and list(map(version_of, self._tensors)) == self._versions
                 and all(compute() == value for compute, value in self._computed)
             )

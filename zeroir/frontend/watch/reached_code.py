@@ -61,15 +61,17 @@ class _Mention(Enum):
 class ReachedCode:
     """The functions that a step may run, with the globals that each mentions and the modules that it imports.
 
-    ``attributes`` maps the names of attributes, and texts that may be such names, to the line that mentions them; the
-    user's lines win over those of libraries, and ``of_users`` are those that the user's own code mentions, and
-    ``of_package`` those of each package. ``reads_any_name`` is whether the user's own code may read attributes that it
-    does not mention; libraries do so for bookkeeping everywhere. ``objects`` are those that are called as functions,
-    those whose methods are, and partial functions, with names for messages. ``clock_line`` is where the user's own code
-    mentions a clock, or random bits of the system, if it does.
+    ``codes`` has the code of each function when it was reached. ``attributes`` maps the names of attributes, and texts
+    that may be such names, to the line that mentions them; the user's lines win over those of libraries, and
+    ``of_users`` are those that the user's own code mentions, and ``of_package`` those of each package.
+    ``reads_any_name`` is whether the user's own code may read attributes that it does not mention; libraries do so for
+    bookkeeping everywhere. ``objects`` are those that are called as functions, those whose methods are, and partial
+    functions, with names for messages. ``clock_line`` is where the user's own code mentions a clock, or random bits of
+    the system, if it does.
     """
 
     functions: list[FunctionType] = field(default_factory=list)
+    codes: dict[FunctionType, CodeType] = field(default_factory=dict)
     globals_of: list[tuple[FunctionType, str, str]] = field(default_factory=list)
     imports: list[tuple[FunctionType, str, str]] = field(default_factory=list)
     attributes: dict[str, str] = field(default_factory=dict)
@@ -200,7 +202,7 @@ class ReachedCode:
             self._add(value)
 
     def _read(self, function: FunctionType) -> None:
-        code = function.__code__
+        code = self.codes[function] = function.__code__
         is_torchs = is_known_package(function.__module__)
         is_users = is_users_file(code.co_filename)
         for name, kind, number in _mentioned_names(code):

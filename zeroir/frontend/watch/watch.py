@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Final
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from zeroir.errors import ChangedCodeError
 from zeroir.frontend.source.source import ModelSource
-from zeroir.frontend.watch.code_state import HOOK, CodeState, Leaf
+from zeroir.frontend.watch.code_state import HOOK, SETTING, CodeState, Leaf
 from zeroir.frontend.watch.live_modules import LiveModules
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.stored_tensors import NOTHING_KEPT, KeptTensors
@@ -241,6 +241,11 @@ def _change_and_remedy(name: str, old: Leaf | None, new: Leaf | None, line: str)
             subject = f"A hook of {owner or 'the model'}"
             value, before = ("has gone", "ran") if new is None else ("is there", "was not")
             remedy = "or read outputs of the program instead (outputs=)"
+        case (kind, *_) if kind is CodeType:
+            subject = f"The code of {name.removesuffix('.__code__')}"
+            value, before = "is another", "was not replaced"
+        case (kind, *_) if kind == SETTING and old is not None and len(old) > _OWN:
+            value, before = "is another function", "was torch's own"
         case (kind, *_) if kind is nn.Module:
             subject = f"The submodule {name}"
             value = "has gone" if new is None else f"is {'' if old is None else 'another '}{new[1]}"
