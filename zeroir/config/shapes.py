@@ -97,7 +97,8 @@ def shapes_text(shapes: BatchShapes) -> str:
                 smallest = "" if dim.minimum == 1 else f"{dim.minimum}<="
                 item = f"{smallest}{item}<={dim.maximum}"
             items.append(item)
-        rows.append(f"{path}: {', '.join(items)}")
+        if sizes:  # a number has none
+            rows.append(f"{path}: {', '.join(items)}")
     return "; ".join(rows)
 
 

@@ -291,7 +291,7 @@ def _select(x: TensorType, dim: NodeArg, index: NodeArg) -> list[Part]:
     extent = x.shape[at] if x.shape else 0
     if not -extent <= which < extent:
         raise ViewError(f"selects element {which} of {extent}")
-    return _without(x, [at], which % extent * x.stride[at])
+    return _without(x, [at], (which + extent if which < 0 else which) * x.stride[at])
 
 
 def _slice(
