@@ -69,7 +69,7 @@ def trained(
     """Train, one step of it in eager PyTorch; return the losses and the state dict."""
     torch.manual_seed(0)
     net, losses = Tagger(), list[float]()
-    compiled = zeroir.compile(net, batch_of(0, 0), loss=loss, lr=0.01, **options)  # type: ignore[arg-type]
+    compiled = zeroir.compile(net, batch_of(0, 0), loss=loss, lr=0.01, evaluate=False, **options)  # type: ignore[arg-type]
     engine = compiled.engine(self_check=False)
     for step in range(STEPS):
         batches: list[object] = [batch_of(rank, 2 * step), batch_of(rank, 2 * step + 1)]
@@ -97,7 +97,7 @@ def fails_on_one_rank(rank: int, world_size: int) -> None:
         torch.manual_seed(0)
         net = Tagger()
         engine = zeroir.compile(
-            net, batch_of(0, 0), loss=failing_loss, lr=0.01, world_size=world_size
+            net, batch_of(0, 0), loss=failing_loss, lr=0.01, world_size=world_size, evaluate=False
         ).engine(self_check=False, ignore=["failing"])
         engine.step(batch_of(rank, 0))
         if is_interrupted:

@@ -53,7 +53,13 @@ def train(rank: int, stage: int) -> None:
     own = torch.optim.AdamW(net.parameters(), lr=0.01)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, fused=True) for each in replicas]
     engine = zeroir.compile(
-        net, batch_of(0, 0), loss=loss_of, optimizer=own, stage=stage, world_size=RANKS
+        net,
+        batch_of(0, 0),
+        loss=loss_of,
+        optimizer=own,
+        stage=stage,
+        world_size=RANKS,
+        evaluate=False,
     ).engine()
     for step in range(STEPS):
         change(net, step)

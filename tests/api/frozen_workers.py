@@ -112,6 +112,7 @@ def made(recipe: Recipe, world_size: int) -> tuple[nn.Module, nn.Module, Engine]
         stage=3,
         world_size=world_size,
         frozen={"other": frozen},
+        evaluate=False,
     ).engine()
     return model, frozen, engine
 

@@ -57,6 +57,7 @@ def main() -> None:
             micro_steps=MICRO_STEPS,
             communication=zeroir.Communication(overlap_update=False),
             world_size=world_size,
+            evaluate=False,
         ).engine(self_check=False)
         for index in range(MICRO_STEPS):
             engine.micro_step(batch_of(rank, index))

@@ -106,7 +106,9 @@ def require_equal_training(path: str, rank: int, world_size: int, stage: int) ->
     """A module in hand, and at stage 3 a function, give the program of the file, and train to the same bits."""
     # Its classes have weights, so the mean over labels is another.
     mean = zeroir.MicroSteps(mean_over="batches")
-    from_file = zeroir.compile(path, stage=stage, world_size=world_size, micro_steps=mean)
+    from_file = zeroir.compile(
+        path, stage=stage, world_size=world_size, micro_steps=mean, evaluate=False
+    )
     losses, parameters = trained(from_file, rank)
     # Each stage compiles anew, so the function is left to one of them.
     functions = [Net] if stage == 3 else []
@@ -120,6 +122,7 @@ def require_equal_training(path: str, rank: int, world_size: int, stage: int) ->
             stage=stage,
             world_size=world_size,
             micro_steps=mean,
+            evaluate=False,
         )
         if isinstance(model, nn.Module):
             for name, tensor in model.state_dict().items():

@@ -110,9 +110,16 @@ def main() -> None:
         optimizer=trained(critic),
         stage=3,
         world_size=world_size,
+        evaluate=False,
     ).engine()
     compiled = zeroir.compile(
-        generator, z, loss=generators, optimizer=trained(generator), stage=2, world_size=world_size
+        generator,
+        z,
+        loss=generators,
+        optimizer=trained(generator),
+        stage=2,
+        world_size=world_size,
+        evaluate=False,
     )
     # What a trace leaves behind refers to the tensors, on some ranks longer than on others.
     if rank:

@@ -73,7 +73,13 @@ def main() -> None:
     student.first.register_forward_hook(keep)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
     engine = zeroir.compile(
-        student, batch_of(0, 0), loss=loss, optimizer=optimizer, stage=3, world_size=world_size
+        student,
+        batch_of(0, 0),
+        loss=loss,
+        optimizer=optimizer,
+        stage=3,
+        world_size=world_size,
+        evaluate=False,
     ).engine()
     for step in range(STEPS):
         weights["distance"] = 1.0 / (1 + step)  # the second program follows it

@@ -86,7 +86,7 @@ def train(weights: WeightFormat, folder: Path) -> None:
         with torch.device("cpu" if rank == 0 else "meta"):
             net = zeroir.quantize_frozen(Net(seed), weights)
         compiled = zeroir.compile(
-            net, batch_of(0, 0), optimizer=sgd(net), stage=3, world_size=world_size
+            net, batch_of(0, 0), optimizer=sgd(net), stage=3, world_size=world_size, evaluate=False
         )
         return compiled.engine()
 

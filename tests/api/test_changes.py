@@ -95,10 +95,10 @@ def test_what_changed_is_imported_anew_in_one_process(
 ) -> None:
     for name in ("blocks", "blocks.parts"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    before = zeroir.compile(folder / "model.py", world_size=1)
+    before = zeroir.compile(folder / "model.py", world_size=1, evaluate=False)
     parts = folder / "blocks" / "parts.py"
     parts.write_text(parts.read_text().replace("square()", "square().square()"))
-    after = zeroir.compile(folder / "model.py", world_size=1)
+    after = zeroir.compile(folder / "model.py", world_size=1, evaluate=False)
     assert before.program.fingerprint != after.program.fingerprint
     assert before.artifact.model_imports != after.artifact.model_imports
 
@@ -131,7 +131,7 @@ def test_a_path_that_was_given_in_this_process_is_followed(
     path.write_text(
         PARTS + "import torch\nmodel = make()\ndef batch():\n    return torch.ones(2, 4)\n"
     )
-    compiled = zeroir.compile(path, world_size=1)
+    compiled = zeroir.compile(path, world_size=1, evaluate=False)
     compiled.engine().close()
     compiled.save(tmp_path / "one.zir")
     monkeypatch.chdir(tmp_path.parent)

@@ -20,9 +20,8 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_eager_steps_of_ranks_have_the_programs_bits(world_size: int, tmp_path: Path) -> None:
-    ranks = Ranks(world_size, tmp_path, module="tests.api.eager_workers")
+def test_eager_steps_of_ranks_have_the_programs_bits(tmp_path: Path) -> None:
+    ranks = Ranks(3, tmp_path, module="tests.api.eager_workers")
     require_success(ranks.wait())
 
 

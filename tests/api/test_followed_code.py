@@ -114,11 +114,8 @@ def test_the_scripts_own_optimizer_and_its_scheduler_drive_the_program() -> None
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_train_beside_a_teacher_that_follows_and_end_with_the_values(
-    world_size: int, tmp_path: Path
-) -> None:
-    ranks = Ranks(world_size, tmp_path, module="tests.api.living_workers")
+def test_ranks_train_beside_a_teacher_that_follows_and_end_with_the_values(tmp_path: Path) -> None:
+    ranks = Ranks(3, tmp_path, module="tests.api.living_workers")
     require_success(ranks.wait())
 
 

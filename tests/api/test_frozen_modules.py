@@ -51,6 +51,7 @@ def compiled(student: nn.Module, teacher: nn.Module, **options: object) -> zeroi
         X,
         loss=lambda student, x: of_mean_teacher(student, teacher, x),
         frozen={"teacher": teacher},
+        evaluate=False,
         **options,  # type: ignore[arg-type]
     )
 
@@ -117,7 +118,7 @@ class Pair(nn.Module):
 
 def test_a_frozen_part_of_the_model_follows_another_part() -> None:
     plain, pair = Pair(), Pair()
-    engine = zeroir.compile(pair, X, lr=0.1).engine(self_check=False)
+    engine = zeroir.compile(pair, X, lr=0.1, evaluate=False).engine(self_check=False)
     engine.step(X)
     before = engine.state_dict()
     engine.update_frozen("target", source="online", ema=0.25)
@@ -161,6 +162,6 @@ def test_a_program_from_a_file_takes_frozen_modules_beside_the_model(tmp_path: P
     with pytest.raises(UserError, match="pass that as model=, too"):
         program.engine(frozen=teacher)
     with pytest.raises(UserError, match="frozen= is 'teacher', but should be a module"):
-        zeroir.compile(student, X, frozen="teacher")  # type: ignore[arg-type]
+        zeroir.compile(student, X, frozen="teacher", evaluate=False)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no effect on a model file"):
-        zeroir.compile("model.py", frozen=teacher)
+        zeroir.compile("model.py", frozen=teacher, evaluate=False)

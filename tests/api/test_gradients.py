@@ -33,6 +33,7 @@ def engine_of(*, overlaps: bool = False, precision: FloatName = "fp32") -> Engin
         micro_steps=2,
         communication=zeroir.Communication(overlap_update=overlaps),
         world_size=1,
+        evaluate=False,
     )
     return compiled.engine(self_check=False)
 

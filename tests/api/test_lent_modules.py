@@ -43,7 +43,7 @@ def settled() -> Generator:
 
 def engine_of(module: nn.Module, batch: object, loss: object, **options: object) -> Engine:
     given = {"optimizer": trained(module), "world_size": 1, **options}
-    compiled = zeroir.compile(module, batch, loss=loss, **given)  # type: ignore[arg-type]
+    compiled = zeroir.compile(module, batch, loss=loss, evaluate=False, **given)  # type: ignore[arg-type]
     return compiled.engine(self_check=False)
 
 

@@ -219,11 +219,13 @@ def test_parameters_in_another_dtype_than_the_programs_give_a_warning() -> None:
     batch, loss = (torch.ones(4, 8),), lambda module, batch: module(*batch).sum()
     net = nn.Linear(8, 1).bfloat16()
     with pytest.warns(UserWarning, match="Linear has parameters in bfloat16, such as weight"):
-        zeroir.compile(net, batch, loss=loss, world_size=1)
+        zeroir.compile(net, batch, loss=loss, world_size=1, evaluate=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        zeroir.compile(net, batch, loss=loss, precision="bf16", world_size=1)
-        zeroir.compile(nn.Linear(8, 1), batch, loss=loss, precision="bf16", world_size=1)
+        zeroir.compile(net, batch, loss=loss, precision="bf16", world_size=1, evaluate=False)
+        zeroir.compile(
+            nn.Linear(8, 1), batch, loss=loss, precision="bf16", world_size=1, evaluate=False
+        )
 
 
 @pytest.mark.slow
@@ -261,7 +263,9 @@ def test_constants_of_a_batch_are_a_part_of_the_program() -> None:
     module = workers.make_module()
     batch = workers.example(0, 0)
     mean = zeroir.MicroSteps(mean_over="batches")
-    compiled = zeroir.compile(module, batch, loss=workers.loss, world_size=1, micro_steps=mean)
+    compiled = zeroir.compile(
+        module, batch, loss=workers.loss, world_size=1, micro_steps=mean, evaluate=False
+    )
     engine = compiled.engine(self_check=False)
     engine.step(batch)
     sentence = "The batch's 'smoothing' is 0.5, but the program was compiled for the constant 0.125"
@@ -288,9 +292,9 @@ def test_a_loss_function_may_call_the_module_as_it_likes() -> None:
         return F.mse_loss(module(batch["x"]) + module(batch["x"] * 2), batch["y"])
 
     batch = {"x": BATCH[0], "y": torch.tensor(0.5)}
-    engine = zeroir.compile(net, batch, loss=loss, world_size=1, optimizer="sgd", lr=0.1).engine(
-        self_check=False, keep_module=True
-    )
+    engine = zeroir.compile(
+        net, batch, loss=loss, world_size=1, optimizer="sgd", lr=0.1, evaluate=False
+    ).engine(self_check=False, keep_module=True)
     losses = [engine.step(batch).loss for _ in range(2)]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for found in losses:

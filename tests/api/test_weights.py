@@ -61,6 +61,7 @@ def test_k_batches_are_one_batch_of_their_labels() -> None:
             world_size=1,
             optimizer="sgd",
             lr=1.0,
+            evaluate=False,
         )
         engine = compiled.engine()
         result = engine.step(list(batches))
@@ -75,7 +76,12 @@ def test_k_batches_are_one_batch_of_their_labels() -> None:
 def test_a_program_from_a_file_is_given_its_weights_again(tmp_path: Path) -> None:
     example = unlabelled.batch()
     compiled = zeroir.compile(
-        unlabelled.model(), example, weight=unlabelled.weight, world_size=1, micro_steps=2
+        unlabelled.model(),
+        example,
+        weight=unlabelled.weight,
+        world_size=1,
+        micro_steps=2,
+        evaluate=False,
     )
     compiled.save(tmp_path / "small.zir")
     loaded = zeroir.load(tmp_path / "small.zir")
@@ -92,9 +98,16 @@ def test_a_program_for_one_batch_says_that_it_is_lowered_again(
     caplog.set_level(logging.INFO, logger="zeroir")
     torch.manual_seed(0)
     model = unlabelled.model()
-    compiled = zeroir.compile(model, unlabelled.batch(), weight=unlabelled.weight, world_size=1)
+    compiled = zeroir.compile(
+        model, unlabelled.batch(), weight=unlabelled.weight, world_size=1, evaluate=False
+    )
     other = zeroir.compile(
-        model, unlabelled.batch(), weight=unlabelled.weight, world_size=1, micro_steps=2
+        model,
+        unlabelled.batch(),
+        weight=unlabelled.weight,
+        world_size=1,
+        micro_steps=2,
+        evaluate=False,
     )
     engine = compiled.engine(keep_module=True)
     expected = other.engine(keep_module=True)

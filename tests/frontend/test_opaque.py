@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import re
-import subprocess
 import sys
 import warnings
 import weakref
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 import zeroir
 from tests.support import deciding_modules
 from tests.support.deciding_modules import Branch, Deciding
+from tests.support.zygote import run_forked
 from zeroir.api.checks.check import check_model
 from zeroir.api.compiled import CompiledProgram
 from zeroir.config import make_options
@@ -271,7 +271,9 @@ def test_a_program_in_a_file_needs_the_model(
 ) -> None:
     program = tmp_path / "deciding.zir"
     code = f"import zeroir; zeroir.compile({str(FILE)!r}, world_size=1).save({str(program)!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    (tmp_path / "script.py").write_text(code)
+    done = run_forked("script.py", (), tmp_path)
+    assert done.returncode == 0, done.stderr
     batch = deciding_modules.batch()
     loss = zeroir.load(program).engine(self_check=False, model=str(FILE)).step(batch).loss
     assert loss == zeroir.compile(str(FILE), world_size=1).engine().step(batch).loss

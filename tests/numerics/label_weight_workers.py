@@ -70,6 +70,7 @@ def main() -> None:
         micro_steps=MICRO_STEPS,
         optimizer="sgd",
         lr=0.5,
+        evaluate=False,
     )
     # As a file is: the program itself has what its weights need.
     compiled.save(folder / f"program{rank}.zir")

@@ -39,6 +39,7 @@ def compiled_for(world_size: int, options: Mapping[str, object]) -> CompiledProg
             world_size=world_size,
             lr=0.05,
             micro_steps=MICRO_STEPS,
+            evaluate=False,
             **options,  # type: ignore[arg-type]
         )
 

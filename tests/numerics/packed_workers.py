@@ -34,6 +34,7 @@ def main() -> None:
         stage=3,
         optimizer="sgd",
         lr=LR,
+        evaluate=False,
     )
     engine = compiled.engine()
     losses = [

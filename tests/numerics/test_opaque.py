@@ -21,11 +21,9 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        (2, {"stage": 3, "prefetch": 2}),
+        (2, {"stage": 3, "prefetch": 2, "shapes": "0: 2<=rows<=6, _"}),
         (3, {"stage": 3, "recompute": "branches.*,drops.*"}),
-        (4, {"stage": 2, "offload": "optimizer,gradients"}),
-        (2, {"stage": 3, "shapes": "0: 2<=rows<=6, _"}),
-        (3, {"stage": 2, "shapes": "0: 2<=rows<=6, _"}),
+        (3, {"stage": 2, "offload": "optimizer,gradients", "shapes": "0: 2<=rows<=6, _"}),
     ],
     ids=str,
 )

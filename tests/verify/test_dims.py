@@ -101,7 +101,7 @@ def damages(program: Program, seed: int) -> Iterator[tuple[str, Program]]:
     chance = Random(seed)
     sizes = list(sizes_in((program.buffers, program.segments, program.sections)))
     for what, change in changes.items():
-        for _ in range(6):
+        for _ in range(4):
             victim, seen = chance.choice(sizes), 0
             target = chance.randrange(3)
 
@@ -137,7 +137,7 @@ def test_a_size_that_is_another_one_is_found_or_changes_nothing(name: str) -> No
             continue
         for key, value in trained(damaged).items():
             assert torch.equal(value, expected[key]), (what, key)
-    assert refused >= 10
+    assert refused >= 7
 
 
 @pytest.mark.slow
