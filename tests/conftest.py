@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import getpass
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +18,11 @@ from tests.support.examples import examples
 
 _SUPPORT = Path(__file__).parent / "support"
 _MODELS = frozenset(("gpt", *(path.stem for path in (_SUPPORT / "models").glob("*.py"))))
+
+# Inductor's headers are compiled once, and not for each cache of kernels; torch has them there, too.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+)
 
 # Programs are lowered in each test that compiles one, also in the processes that it starts.
 os.environ["ZEROIR_KEEP_PROGRAMS"] = "off"
@@ -64,6 +71,8 @@ def pytest_collection_finish() -> None:
         captures.share()
     gc.freeze()
     gc.enable()
+    # Graphs are many objects that live long, among which each collection looks in vain.
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture
@@ -79,6 +88,15 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path
     folder = (own if worker_id == "master" else own.parent) / "shared"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def kept_compilers() -> Iterator[None]:
+    """Engines of this process leave the processes that compile their kernels to those of later tests."""
+    from tests.support import compilers
+
+    with compilers.kept():
+        yield
 
 
 @pytest.fixture(scope="session")

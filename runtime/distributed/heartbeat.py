@@ -33,6 +33,7 @@ from zeroir.runtime.distributed.signs_of_life import (
 INTERVAL_S: Final = 3.0
 NOTICED_S: Final = INTERVAL_S + 1.0
 """Seconds until the previous rank has noticed the end of a rank, or every rank the loss of the store."""
+_HURRIED_S: Final = 0.1
 _SILENCE_S: Final = 60.0
 _PURPOSE: Final = "heartbeat"
 _DONE: Final = b"done"
@@ -91,6 +92,7 @@ class Heartbeat:
         self.tell: Callable[[], RankPosition] | None = None
         self.hosts: Sequence[str] = ()
         self._is_over = threading.Event()
+        self._is_hurried = threading.Event()
         self._is_closed = threading.Event()
         self._answers = 0
         # Daemons, because a store that no longer answers must not keep the process alive.
@@ -99,6 +101,13 @@ class Heartbeat:
         self._thread.start()
         watch.start()
 
+    def hurry(self) -> None:
+        """Look after the next rank at once and many times a second, because this rank was asked to end.
+
+        torchrun asks when a rank has failed, which this one may be waiting for.
+        """
+        self._is_hurried.set()
+
     def break_off(self) -> None:
         """Stop the watch and the signs of life."""
         self._is_closed.set()
@@ -106,6 +115,7 @@ class Heartbeat:
 
     def _end_signs(self) -> None:
         self._is_over.set()
+        self._is_hurried.set()
         self._thread.join(self._timing.interval_s)
 
     def stop(self) -> None:
@@ -159,7 +169,8 @@ class Heartbeat:
                 self._pass_on(self._missed(self._next, has_ended=life == ENDED))
                 return
             checked_s = now_s
-            self._is_over.wait(self._timing.interval_s)
+            if self._is_hurried.wait(self._timing.interval_s):
+                self._is_over.wait(_HURRIED_S)
 
     def _pass_on(self, why: str) -> None:
         """Raise the alarm.

@@ -23,14 +23,19 @@ class StopSignal:
     ``is_sent`` refers to this process alone; ranks have to agree on the step after which all of them stop.
     ``on_overdue`` ends the process: a thread calls it at a second SIGTERM, and where ``acknowledge`` does not follow
     the first one within ``patience_s``. Only a thread can, because a collective that waits for a lost rank blocks the
-    main thread.
+    main thread. The same thread calls ``on_sent`` at the first SIGTERM.
     """
 
     def __init__(
-        self, on_overdue: Callable[[], object], *, patience_s: float = _PATIENCE_S
+        self,
+        on_overdue: Callable[[], object],
+        on_sent: Callable[[], object] = lambda: None,
+        *,
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         self.is_sent = False
         self._on_overdue = on_overdue
+        self._on_sent = on_sent
         self._patience_s = patience_s
         self._is_over = False
         self._own, self._other = socket.socketpair()
@@ -70,13 +75,16 @@ class StopSignal:
                     self._on_overdue()
                     return
                 self.is_sent = True
+                self._on_sent()
                 self._own.settimeout(self._patience_s)
 
 
 @contextmanager
-def stop_signal(on_overdue: Callable[[], object]) -> Iterator[StopSignal]:
+def stop_signal(
+    on_overdue: Callable[[], object], on_sent: Callable[[], object] = lambda: None
+) -> Iterator[StopSignal]:
     """Let SIGTERM set a flag while the block runs, instead of ending the process."""
-    stop = StopSignal(on_overdue)
+    stop = StopSignal(on_overdue, on_sent)
     try:
         yield stop
     finally:

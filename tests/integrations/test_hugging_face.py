@@ -276,6 +276,7 @@ def test_arguments_that_would_be_ignored_are_refused(
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("kept_compilers")
 def test_compiled_kernels_take_batches_of_all_lengths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import zeroir
 from zeroir.errors import UserError
 from zeroir.runtime.distributed.heartbeat import Heartbeat, HeartbeatTiming
 from zeroir.runtime.distributed.rank_position import RankPosition, behind
+from zeroir.runtime.distributed.signs_of_life import ENDED, key_of_life
 
 BEAT = HeartbeatTiming(interval_s=0.02, silence_s=0.3)
 
@@ -125,6 +126,24 @@ def test_a_silent_rank_is_noticed_by_the_one_before_it_and_named_by_all() -> Non
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_asked_to_end_misses_a_lost_one_at_once() -> None:
+    store = SharedStore()
+    said: SimpleQueue[str] = SimpleQueue()
+    beat = Heartbeat(store, 0, 2, said.put, HeartbeatTiming(interval_s=60.0))
+    while not store.check(["0"]):
+        time.sleep(0.001)
+    time.sleep(0.1)
+    store.set("1", "1 ")
+    store.set(key_of_life(1), ENDED.decode())
+    with pytest.raises(Empty):
+        said.get(timeout=0.3)
+    beat.hurry()
+    assert said.get(timeout=10.0).startswith(
+        "Rank 1 has ended before the others, which wait for it"
+    )
+    beat.break_off()
+
+
 def test_a_rank_that_is_done_or_not_yet_there_is_not_missed() -> None:
     """The last rank comes late, the first one leaves early."""
     shared = SharedStore()

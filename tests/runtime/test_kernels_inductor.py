@@ -121,28 +121,14 @@ def copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache of compiled segments for the tests of this module, and processes that go on compiling for the next."""
+def cache(tmp_path_factory: pytest.TempPathFactory, kept_compilers: None) -> Iterator[Path]:
+    """A cache of compiled segments for the tests of this module."""
+    assert kept_compilers is None
     given = os.environ.get("ZEROIR_TEST_KERNEL_CACHE")
     folder = Path(given) if given else tmp_path_factory.mktemp("cache")
-    idle: list[subprocess.Popen[bytes]] = []
-    start = compile_pool._start
-
-    def put_back(self: compile_pool._CompileProcess, *_: object) -> None:
-        if self._process is not None:
-            idle.append(self._process)
-            self._process = None
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZEROIR_CACHE_DIR", str(folder))
-        # Importing the compiler takes as long as compiling a few segments.
-        patch.setattr(compile_pool, "_start", lambda: idle.pop() if idle else start())
-        patch.setattr(compile_pool._CompileProcess, "__exit__", put_back)
         yield folder
-    for process in idle:
-        worker = compile_pool._CompileProcess()
-        worker._process = process
-        worker._end()
 
 
 @pytest.fixture(scope="module")

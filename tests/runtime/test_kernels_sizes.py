@@ -57,13 +57,21 @@ def written(cache: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in cache.rglob("kernel.so")}
 
 
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """A cache of kernels of each model; ranks that train one of them find its kernels."""
+    return {name: tmp_path_factory.mktemp(name) for name in MODELS}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("kept_compilers")
 @pytest.mark.parametrize("name", MODELS)
 def test_each_segment_is_compiled_once_for_all_shapes(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, caches: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ZEROIR_CACHE_DIR", str(tmp_path))
+    cache = caches[name]
+    monkeypatch.setenv("ZEROIR_CACHE_DIR", str(cache))
     path, shapes = MODELS[name]
     # The segments of an evaluation are compiled for one model; they are parts of what a step computes.
     compiled = zeroir.compile(path, stage=3, world_size=1, shapes=shapes, evaluate=name == "gpt")
@@ -80,7 +88,7 @@ def test_each_segment_is_compiled_once_for_all_shapes(
         with warnings.catch_warnings():
             warnings.simplefilter("error", KernelWarning)
             engine = Engine(program, EngineSettings(kernels=backend, self_check=True))
-        entries = written(tmp_path)
+        entries = written(cache)
         engine.initialise(load_model(compiled.artifact, compiled.path).model, seed=0)
         losses[backend] = [engine.step(batch).loss for batch in batches]
         engine.close()
@@ -91,14 +99,16 @@ def test_each_segment_is_compiled_once_for_all_shapes(
         if isinstance(op, ops.Compute)
     }
     assert len(entries) == len(distinct)
-    assert written(tmp_path) == entries
+    assert written(cache) == entries
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(1800)
-def test_ranks_run_the_same_kernels_at_their_own_shapes(tmp_path: Path) -> None:
-    environment = {"ZEROIR_CACHE_DIR": str(tmp_path / "cache")}
+def test_ranks_run_the_same_kernels_at_their_own_shapes(
+    tmp_path: Path, caches: Mapping[str, Path]
+) -> None:
+    environment = {"ZEROIR_CACHE_DIR": str(caches["gpt"])}
     ranks = Ranks(2, tmp_path, "sized-kernels", environment=environment)
     require_success(ranks.wait(timeout_s=1700))
     for rank in range(2):
@@ -160,6 +170,7 @@ def test_integers_wrap_around_in_compiled_code(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("kept_compilers")
 def test_compiled_code_calls_an_operator_of_the_model_for_every_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,6 +187,7 @@ def batch():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("kept_compilers")
 def test_kernels_agree_where_a_mask_excludes_all_keys(tmp_path: Path) -> None:
     """The check fills masks of integers with 0."""
     (tmp_path / "masked.py").write_text(MASKED)

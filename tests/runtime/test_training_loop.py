@@ -244,6 +244,14 @@ def test_the_first_one_is_a_request() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_it_is_passed_on_at_once() -> None:
+    passed_on = threading.Event()
+    with stop_signal(lambda: None, passed_on.set) as stop:
+        send(stop)
+        wait_for(passed_on)
+        stop.acknowledge()
+
+
 def test_a_second_one_does_not_wait() -> None:
     overdue = threading.Event()
     with stop_signal(overdue.set) as stop:

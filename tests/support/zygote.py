@@ -195,6 +195,7 @@ def main() -> None:
         _compile_once()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(20_000, 20, 20)  # as in tests/conftest.py
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     request = _serve(sys.stdin, sys.stdout)
     if request is not None:

@@ -98,7 +98,7 @@ def run_program(
                 training.data.takes = engine.takes
             if trace is not None:
                 engine.record(options.steps)
-            with stopping() as stop:
+            with stopping(watch) as stop:
                 _train(
                     training,
                     evaluations,

@@ -17,6 +17,7 @@ from zeroir.report.names import counted
 
 if TYPE_CHECKING:
     from zeroir.runtime.checkpoint.loading import LoadedState
+    from zeroir.runtime.distributed.heartbeat import Heartbeat
     from zeroir.runtime.training.checkpoint_schedule import Saves
     from zeroir.runtime.training.stop_signal import StopSignal
     from zeroir.runtime.training.training_state import Resumed, TrainingState
@@ -61,11 +62,15 @@ def saves_of(
 
 
 @contextmanager
-def stopping() -> Iterator[StopSignal]:
-    """Make SIGTERM end training after the current step while the body runs."""
+def stopping(watch: Heartbeat | None) -> Iterator[StopSignal]:
+    """Make SIGTERM end training after the current step while the body runs.
+
+    Where the step cannot end because of a lost rank, ``watch`` finds that soon.
+    """
     from zeroir.runtime.training.stop_signal import stop_signal
 
-    with stop_signal(_end_unfinished) as stop:
+    hurry = (lambda: None) if watch is None else watch.hurry
+    with stop_signal(_end_unfinished, hurry) as stop:
         yield stop
 
 
