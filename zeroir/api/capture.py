@@ -67,6 +67,7 @@ def _captured(source: ModelSource, options: CompileOptions) -> Captured:
         outside=traced.outside,
         numbers=traced.numbers,
         kept=traced.kept,
+        reads=traced.reads,
         narrowings=traced.narrowings,
         remainders=traced.remainders,
     )

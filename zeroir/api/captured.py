@@ -13,6 +13,7 @@ from zeroir.errors import Remainders
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from zeroir.frontend.source.outside_reads import OutsideReads
     from zeroir.frontend.watch.stored_tensors import KeptTensors
     from zeroir.torch_ops.followed_numbers import FollowedNumbers
 
@@ -22,14 +23,16 @@ class Captured:
     """An artefact with only a logical program, and its options including those that the model itself sets.
 
     ``outside`` are the tensors of the user's code, outside the model, by the names of their constants, and ``numbers``
-    the numbers that the program follows; ``kept`` are the places where the code stores tensors. ``narrowings`` say
-    which lines of code let sizes decide, so that dims are narrowed.
+    the numbers that the program follows; ``kept`` are the places where the code stores tensors, and ``reads`` the files
+    and variables of the environment that it reads. ``narrowings`` say which lines of code let sizes decide, so that
+    dims are narrowed.
     """
 
     artifact: Artifact
     options: CompileOptions
     outside: Mapping[str, Tensor]
     kept: KeptTensors
+    reads: OutsideReads
     numbers: FollowedNumbers | None = None
     narrowings: tuple[str, ...] = ()
     remainders: Remainders | None = None

@@ -495,6 +495,7 @@ def with_source(
             captured.outside,
             captured.numbers,
             captured.kept,
+            captured.reads,
             opaque_modules(captured.artifact.logical.segments),
         ),
         compile_again=compile_again,

@@ -15,7 +15,8 @@ import operator
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, Self, TypeVar, cast
+from numbers import Integral
+from typing import Any, Final, Self, TypeGuard, TypeVar, cast
 from unittest import mock
 
 import torch
@@ -33,6 +34,20 @@ MOST_TENSORS: Final = 1024
 
 _LARGEST: Final = 2**53
 """Larger integers are not all float64 numbers."""
+
+
+def is_number(value: object) -> TypeGuard[Number]:
+    """Return whether a value is a number that a program may follow: of Python's, or a scalar of NumPy's."""
+    kind = type(value)
+    return kind in (int, float) or (kind.__module__ == "numpy" and kind.__name__ in _OF_NUMPY)
+
+
+def is_integer(value: object) -> bool:
+    """Return whether a number is an integer of Python's or NumPy's."""
+    return isinstance(value, Integral)
+
+
+_OF_NUMPY: Final = frozenset(("float64", "float32", "int64", "int32"))
 
 
 class FollowedNumbers:
@@ -72,7 +87,7 @@ class FollowedNumbers:
         value = _plain(number)
         if number.text not in self._expressions:
             index = len(self._expressions)
-            if index == MOST_TENSORS or (not isinstance(value, float) and abs(value) > _LARGEST):
+            if index == MOST_TENSORS or (is_integer(value) and abs(value) > _LARGEST):
                 return None
             self._expressions[number.text] = index, number.compute
             self._memory[index] = value
@@ -115,8 +130,6 @@ class FollowedNumber:
 
     __slots__ = ("compute", "numbers", "text")
 
-    __array_ufunc__ = None
-
     def __init__(self, numbers: FollowedNumbers, text: str, compute: Compute) -> None:
         self.numbers, self.text, self.compute = numbers, text, compute
 
@@ -136,6 +149,20 @@ class FollowedNumber:
         text = f"format({self.text}, {spec!r})"
         return cast("str", self.numbers.answer(text, lambda: format(_plain(self), spec)))
 
+    def __array_ufunc__(
+        self,
+        function: Any,  # noqa: ANN401 - NumPy need not be installed
+        method: str,
+        *operands: object,
+        **named: object,
+    ) -> object:
+        """Call a function of NumPy's, whose result is followed, too, where it is one number."""
+        are_numbers = all(isinstance(x, FollowedNumber) or is_number(x) for x in operands)
+        if method == "__call__" and function.nout == 1 and are_numbers and not named:
+            form = f"np.{function.__name__}({', '.join(['{}'] * len(operands))})"
+            return _computed(function, form, operands)
+        return getattr(function, method)(*with_values(operands), **with_values(named))
+
     @classmethod
     def __torch_function__(cls, *_: object) -> object:
         """Let torch's functions take such a number to the mode that traces them."""
@@ -148,7 +175,7 @@ def text_of(value: object) -> str:
 
 
 def _followed(numbers: FollowedNumbers, text: str, compute: Compute) -> object:
-    if type(compute()) in (int, float):
+    if is_number(compute()):
         return FollowedNumber(numbers, text, compute)
     return numbers.answer(text, compute)
 
@@ -194,7 +221,9 @@ def _method(
 ) -> Callable[..., object]:
     def method(self: FollowedNumber, *others: object) -> object:
         operands = (self, *others)[:: -1 if is_reflected else 1]
-        if all(isinstance(other, int | float | FollowedNumber) for other in others):
+        if all(
+            isinstance(other, int | float | FollowedNumber) or is_number(other) for other in others
+        ):
             return _computed(function, form, operands, is_read=is_read)
         match others:
             case (Tensor() as x,):
@@ -353,6 +382,8 @@ def on_tensors(
     if name in _MAKERS and len(args) == 1 and not kwargs.keys() - {"dtype", "device"}:
         (number,) = args
         assert isinstance(number, FollowedNumber)
+        if type(_plain(number)) not in (int, float) and "dtype" not in kwargs:
+            return None  # It has a dtype of its own.
         is_float = isinstance(_plain(number), float)
         usual = torch.get_default_dtype() if is_float else torch.int64
         wanted = kwargs.get("dtype") or usual
@@ -376,7 +407,8 @@ def on_tensors(
         return quotient
     if operation not in _ARITHMETIC or len(args) != 2 or kwargs:
         return None
-    dtype = torch.result_type(x, _plain(found[0]))
+    value = _plain(found[0])
+    dtype = torch.result_type(x, int(value) if is_integer(value) else float(value))
     if "div" in operation and not (dtype.is_floating_point or dtype.is_complex):
         dtype = torch.get_default_dtype()
     wide = torch.float32 if dtype in LOW_PRECISION else dtype

@@ -370,6 +370,7 @@ def _captured(
         numbers=numbers,
         values=values,
         kept=kept,
+        reads=step.reads,
         opaque=opaque_paths,
         ranks=ranks if step.ranks.is_asked else None,
         is_gathering=step.ranks.is_gathering,

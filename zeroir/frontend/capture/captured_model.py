@@ -15,6 +15,7 @@ from zeroir.frontend.capture.code_contexts import (
 from zeroir.frontend.capture.module_tensors import (
     TensorInfo,
 )
+from zeroir.frontend.source.outside_reads import NOTHING_READ, OutsideReads
 from zeroir.frontend.watch.stored_tensors import (
     NOTHING_KEPT,
     KeptTensors,
@@ -44,7 +45,7 @@ class CapturedModel:
     ``batch`` and ``constants`` are the tensors and constants of the example batch, and ``example`` has its tensors by
     path. ``reused_blocks`` names the blocks whose calls were not traced one by one, in the order of the calls.
     ``checkpoints`` are the model's activation checkpoints, ``numbers`` those of the user's code that are followed, and
-    ``kept`` the places where it stores tensors.
+    ``kept`` the places where it stores tensors; ``reads`` are the files and variables of the environment that it reads.
     ``notes`` are sentences on effects of the model's code that a program does not have. ``narrowings`` say which lines
     let sizes decide, so that dims are narrowed. ``opaque`` names the modules whose code runs as it is.
     ``ranks`` is the number of ranks, where the model depends on it, and ``is_gathering`` whether it gathers tensors of
@@ -67,6 +68,7 @@ class CapturedModel:
     evaluation: CapturedEvaluation | None = None
     numbers: FollowedNumbers | None = None
     kept: KeptTensors = NOTHING_KEPT
+    reads: OutsideReads = NOTHING_READ
     opaque: frozenset[str] = frozenset()
     ranks: int | None = None
     is_gathering: bool = False

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Final
 from zeroir.frontend.source.source import ModelSource
 from zeroir.frontend.watch.code_state import CodeState, NumberPlace
 from zeroir.frontend.watch.reached_code import ReachedCode
-from zeroir.torch_ops.followed_numbers import FollowedNumbers, Number, followed_by_math
+from zeroir.torch_ops.followed_numbers import (
+    FollowedNumbers,
+    Number,
+    followed_by_math,
+    is_integer,
+    is_number,
+)
 
 if TYPE_CHECKING:
     from zeroir.frontend.capture.captured_model import CapturedModel
@@ -70,7 +76,7 @@ def _places(source: ModelSource) -> dict[str, NumberPlace]:
 
 
 def _number(value: object) -> Number:
-    assert isinstance(value, int | float)
+    assert is_number(value)
     return value
 
 
@@ -99,7 +105,7 @@ def _is_alike(
 
 
 def _nearby(value: Number, attempt: int) -> Number:
-    if isinstance(value, float):
+    if not is_integer(value):
         return _OTHER_FLOATS[attempt % len(_OTHER_FLOATS)](value)
     return value + _STEPS[attempt]
 

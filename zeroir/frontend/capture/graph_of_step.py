@@ -46,6 +46,9 @@ from zeroir.torch_ops.random_numbers import OwnSeedError, own_seeds_refused
 from zeroir.torch_ops.ranks import collective_error
 
 _MOST_ATTEMPTS = 3
+_OF_AN_EARLIER_CALL = "Unexpected fake buffer"
+"""A part of the tracer's error where a tensor of one trace is in the next one."""
+
 _BACKWARD = "_engine_run_backward"
 """The function of torch that runs the backward."""
 
@@ -181,6 +184,12 @@ def _traced(
                 "running statistics of another module's batch norm in training mode: pass the module as "
                 'frozen={"critic": critic}, whose buffers change in the program, set it to eval(), or give its norms '
                 "track_running_stats=False, so that they use the batch's statistics and keep none."
+            ) from None
+        if _OF_AN_EARLIER_CALL in str(error):
+            raise UserError(
+                f"{capitalised(source.place_of(error))}: the code uses a tensor that it made in an earlier call, while "
+                "a program computes the same at every step: keep the tensor in a buffer (register_buffer), or make it "
+                "between steps from outputs."
             ) from None
         if is_higher_order(error):
             raise UntraceableError(

@@ -29,6 +29,7 @@ from zeroir.frontend.capture.outside_tensors import OutsideTensors
 from zeroir.frontend.capture.precision import with_floats_cast
 from zeroir.frontend.capture.python_state import PythonState
 from zeroir.frontend.lowering.units import find_units
+from zeroir.frontend.source.outside_reads import OutsideReads
 from zeroir.frontend.source.source import ModelSource, capitalised
 from zeroir.frontend.watch.stored_tensors import StoredObject, StorePlace, stored_values
 from zeroir.frontend.watch.values_to_store import value_to_store
@@ -53,8 +54,8 @@ class LossStep(nn.Module):
     and the model's code does not run. ``blocks`` names the repeated blocks, ``sites`` counts the calls of dropout and
     of random operators in the model's last forward, and ``tracker`` has the place in the model of each node of that
     forward. ``ranks`` are those that it may ask for. ``outside`` are the tensors of the user's code that a step may
-    use. ``line`` is ``file:line`` of the function whose result is the loss, and ``place`` is that line, or the model's
-    name if the line is unknown.
+    use, and ``reads`` the files and variables of the environment that it has read. ``line`` is ``file:line`` of the
+    function whose result is the loss, and ``place`` is that line, or the model's name if the line is unknown.
     """
 
     PREFIX = "model."
@@ -89,6 +90,7 @@ class LossStep(nn.Module):
         self.plan: ReusePlan | None = None
         self.state = state
         self.outside = OutsideTensors()
+        self.reads = OutsideReads()
         self.output_names: tuple[OutputName, ...] = ()
         self.stores: tuple[StorePlace, ...] = ()
         self.stored: tuple[StoredObject, ...] = ()
@@ -132,7 +134,11 @@ class LossStep(nn.Module):
         if not self._is_evaluating:
             # The parameters are now tensors of the tracer, which have no hooks.
             self._hooks.attach(self.model)
-        with operators_of_trace(has_dims(tensors)), torch.set_grad_enabled(not self._is_evaluating):
+        with (
+            operators_of_trace(has_dims(tensors)),
+            torch.set_grad_enabled(not self._is_evaluating),
+            self.reads.noting(),
+        ):
             if self.plan is not None:
                 return self.plan.repeat(
                     [*inputs, *self._model_tensors().values()], seeds, self.tracker

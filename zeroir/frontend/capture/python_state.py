@@ -41,9 +41,10 @@ from zeroir.frontend.source.namespaces import (
     SlotAttributes,
     place_id,
 )
+from zeroir.frontend.watch.contents import contents_of_cache
 from zeroir.frontend.watch.stored_tensors import Container, StorePlace
 from zeroir.frontend.watch.values_to_store import is_to_store
-from zeroir.torch_ops.followed_numbers import text_of
+from zeroir.torch_ops.followed_numbers import FollowedNumber, is_number, text_of
 
 Leaf = tuple[object, ...]
 IsSame = Callable[[object, object], bool]
@@ -231,7 +232,7 @@ class PythonState:
     def _add(self, name: str, value: object) -> None:
         if is_to_store(value):
             self.leaves[name] = (is_to_store,)
-        elif isinstance(value, PLAIN):
+        elif isinstance(value, PLAIN) or is_number(value):
             # As text, because NaN is not equal to NaN, and True is equal to 1.
             self.leaves[name] = (type(value), text_of(value))
         elif isinstance(value, Tensor):
@@ -387,16 +388,31 @@ def _is_same(current: object, saved: object) -> bool:
 
 
 def _forgetting_of(function: functools._lru_cache_wrapper[object]) -> Callable[[IsSame], None]:
-    """Return a function that clears another one's cache if it has gained results since the last time."""
+    """Return a function that clears another one's cache if it has gained results since the last time.
+
+    Plain results stay there, as in eager PyTorch.
+    """
     misses = function.cache_info().misses
 
     def forget(_: IsSame) -> None:
         nonlocal misses
-        if function.cache_info().misses != misses:
+        present = function.cache_info().misses
+        if present != misses and not all(map(_may_stay, contents_of_cache(function))):
             function.cache_clear()
-            misses = 0
+            present = 0
+        misses = present
 
     return forget
+
+
+def _may_stay(value: object) -> bool:
+    """Return whether something that a cache refers to may be there after a trace."""
+    if isinstance(value, tuple):
+        return all(map(_may_stay, value))
+    is_plain = isinstance(value, PLAIN) and not isinstance(value, FollowedNumber)
+    # A cache also refers to its function, its classes, a mark, and its links.
+    is_its_own = isinstance(value, type | FunctionType) or type(value).__module__ == "functools"
+    return is_plain or is_its_own or type(value) is object
 
 
 def _refill(container: list[object] | deque[object], items: list[object]) -> None:

@@ -25,6 +25,7 @@ from zeroir.frontend.lowering.segment_calls import SegmentCall
 from zeroir.frontend.lowering.segments import cut
 from zeroir.frontend.lowering.unit_call import UnitCall
 from zeroir.frontend.lowering.units import ROOT, ROOT_PRE, UnitModules, find_units
+from zeroir.frontend.source.outside_reads import OutsideReads
 from zeroir.frontend.source.source import NOTHING_EARLIER, Earlier, ModelSource
 from zeroir.frontend.watch.stored_tensors import KeptTensors
 from zeroir.ir.program import Program
@@ -37,9 +38,9 @@ class TracedModel:
     """A logical program and its options: those given, and those that the model sets, such as the units to recompute.
 
     ``outside`` are the tensors of the user's code, outside the model, by the names of their constants, and ``numbers``
-    the numbers that the program follows; ``kept`` are the places where the code stores tensors. ``narrowings`` say
-    which lines of code let sizes decide, so that dims are narrowed. ``values`` are those that the code of a model file
-    reads.
+    the numbers that the program follows; ``kept`` are the places where the code stores tensors, and ``reads`` the files
+    and variables of the environment that it reads. ``narrowings`` say which lines of code let sizes decide, so that
+    dims are narrowed. ``values`` are those that the code of a model file reads.
     """
 
     program: Program
@@ -47,6 +48,7 @@ class TracedModel:
     outside: Mapping[str, Tensor]
     numbers: FollowedNumbers | None
     kept: KeptTensors
+    reads: OutsideReads
     narrowings: tuple[str, ...]
     remainders: Remainders | None
     values: Mapping[str, str]
@@ -97,6 +99,7 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
         outside=captured.outside,
         numbers=captured.numbers,
         kept=captured.kept,
+        reads=captured.reads,
         narrowings=captured.narrowings,
         remainders=captured.remainders,
         values=captured.values,

@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from types import (
     BuiltinFunctionType,
@@ -45,17 +46,28 @@ from zeroir.frontend.source.namespaces import (
     SlotAttributes,
     place_id,
 )
+from zeroir.frontend.source.outside_reads import (
+    NOTHING_READ,
+    OutsideReads,
+    contents_of_file,
+    state_of_file,
+)
 from zeroir.frontend.source.source_lines import is_users_file
-from zeroir.frontend.watch.contents import checksum_of, digest, held_by, names_read_by
+from zeroir.frontend.watch.contents import (
+    checksum_of,
+    contents_of_cache,
+    digest,
+    held_by,
+    names_read_by,
+)
 from zeroir.frontend.watch.live_modules import LiveModules
 from zeroir.frontend.watch.quick_comparison import MISSING, QuickComparison
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.torch_settings import replaceable, settings_read
-from zeroir.torch_ops.followed_numbers import text_of
+from zeroir.torch_ops.followed_numbers import is_number, text_of
 
 Leaf = tuple[object, ...]
 
-_NUMBERS: Final = (int, float)
 _BY_IDENTITY: Final = (type, FunctionType, BuiltinFunctionType, ModuleType)
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
 _MOST_ITEMS: Final = 10_000
@@ -76,6 +88,10 @@ HOOK: Final = "hook"
 
 SETTING: Final = "setting"
 """The first element of the leaves of settings and functions of torch."""
+
+
+FILE: Final = "file"
+"""The first element of the leaves of files."""
 
 
 FOLLOWED: Final = "a number that counts at every step"
@@ -128,6 +144,7 @@ class CodeState:
     numbers: frozenset[str] = frozenset()
     stored: frozenset[PlaceId] = frozenset()
     live: LiveModules | None = None
+    reads: OutsideReads = NOTHING_READ
     quick: QuickComparison = field(default_factory=QuickComparison)
     _followed: frozenset[int] = frozenset()
     _labels: dict[str, object] = field(default_factory=dict)
@@ -143,11 +160,12 @@ class CodeState:
         numbers: frozenset[str] = frozenset(),
         stored: frozenset[PlaceId] = frozenset(),
         live: LiveModules | None = None,
+        reads: OutsideReads = NOTHING_READ,
     ) -> CodeState:
         """Return the present state of a module, and of the code of its steps.
 
         Of the tensors that are ``followed`` only the identity counts, and of these ``numbers`` only the type. The
-        places ``stored`` do not count.
+        places ``stored`` do not count, but what the code ``reads`` outside Python's objects does.
         """
         ids = frozenset(map(id, followed))
         while True:
@@ -158,6 +176,7 @@ class CodeState:
                 numbers=numbers,
                 stored=stored,
                 live=live,
+                reads=reads,
                 _followed=ids,
             )
             state._walk(model)
@@ -189,8 +208,13 @@ class CodeState:
         for function in self.code.functions:
             if is_users(function):
                 self._closure(function)
-        if not self.code.of_users.isdisjoint(_OF_ENVIRONMENT):
+        if self.reads.variables or not self.code.of_users.isdisjoint(_OF_ENVIRONMENT):
             self._environment()
+        for path, line in self.reads.files.items():
+            name = f"The file {path}"
+            self.lines[name] = line
+            self.leaves[name] = (FILE, contents_of_file(path))
+            self.quick.add_computed(partial(state_of_file, path))
         for expression, read in settings_read(self.code.of_users):
             self.leaves[expression] = (SETTING, str(read()))
             self.quick.add_computed(read)
@@ -209,9 +233,11 @@ class CodeState:
         self.quick.add_global(space, key, value)
 
     def _environment(self) -> None:
-        """Add the variables of the process's environment that the user's code mentions."""
-        for name in sorted(self.code.of_users & os.environ.keys()):
-            self.leaves[f"os.environ[{name!r}]"] = (str, repr(os.environ[name]))
+        """Add the variables of the process's environment that the user's code mentions, or has read."""
+        for name in sorted({*self.code.of_users, *self.reads.variables} & os.environ.keys()):
+            label = f"os.environ[{name!r}]"
+            self.lines.setdefault(label, self.reads.variables.get(name, ""))
+            self.leaves[label] = (str, repr(os.environ[name]))
         encoded = vars(os.environ)["_data"]
         self.quick.add_container(encoded, dict(encoded))
 
@@ -447,11 +473,11 @@ class CodeState:
         self.quick.add_computed(lambda: all(own.get(key, MISSING) is value for key, value in kept))
 
     def _add(self, name: str, value: object, place: NumberPlace | None = None) -> None:
-        if isinstance(value, PLAIN):
-            if type(value) in _NUMBERS and place is not None:
+        if isinstance(value, PLAIN) or is_number(value):
+            if is_number(value) and place is not None:
                 self.places[name] = place
             # As text, because NaN is not equal to NaN, and True is equal to 1.
-            is_followed = name in self.numbers and type(value) in _NUMBERS
+            is_followed = name in self.numbers and is_number(value)
             self.leaves[name] = (type(value), FOLLOWED if is_followed else text_of(value))
         elif isinstance(value, Tensor):
             self._tensor(name, value)
@@ -506,6 +532,13 @@ class CodeState:
                 self._items(f"{name}.keywords", value.keywords, value.keywords.items(), dict)
             case MethodType():
                 self._reach(value)
+            case functools._lru_cache_wrapper():
+                contents = contents_of_cache(value)
+                self.leaves[name] += (digest(contents),)
+                self.quick.add_computed(partial(contents_of_cache, value))
+                for item in contents:
+                    if isinstance(item, Tensor):
+                        self._add(f"a result of {name}", item)
             case _ if _is_trainer(value):
                 self._trainer(name, value)
             case dict():
@@ -550,6 +583,7 @@ class CodeState:
         if isinstance(value, nn.Module) or checksum_of(value) is not None:
             return
         self._classes(value)
+        self.quick.add_attribute(value, "__class__", kind)
         if hasattr(value, "__dict__"):
             self._attributes(name, vars(value), value)
         elif hasattr(kind, "__slots__"):

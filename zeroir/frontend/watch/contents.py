@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import operator
 import threading
 import weakref
@@ -40,6 +42,17 @@ def held_by(value: object) -> tuple[str, Callable[[], object]] | None:
             return ".__dict__", lambda: vars(value)
         case _:
             return None
+
+
+def contents_of_cache(function: functools._lru_cache_wrapper[object]) -> list[object]:
+    """Return the arguments and results that a function with a cache has, and what else it refers to."""
+    contents: list[object] = []
+    for value in gc.get_referents(function):
+        if not isinstance(value, dict):
+            contents.append(value)
+        elif value is not vars(function):
+            contents += (*value.keys(), *value.values())
+    return contents
 
 
 def _value_of(variable: ContextVar[object]) -> object:

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroir.errors import ChangedCodeError
+from zeroir.frontend.source.outside_reads import NOTHING_READ, OutsideReads
 from zeroir.frontend.source.source import ModelSource
-from zeroir.frontend.watch.code_state import HOOK, SETTING, CodeState, Leaf
+from zeroir.frontend.watch.code_state import FILE, HOOK, SETTING, CodeState, Leaf
 from zeroir.frontend.watch.live_modules import LiveModules
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.stored_tensors import NOTHING_KEPT, KeptTensors
 from zeroir.ir.reports import Storing
-from zeroir.torch_ops.followed_numbers import FollowedNumbers
+from zeroir.torch_ops.followed_numbers import FollowedNumbers, is_number
 from zeroir.torch_ops.frozen_modules import users_module
 
 _LONGEST_VALUE = 60
@@ -52,17 +53,19 @@ class Watch:
         tensors: Mapping[str, Tensor] = MappingProxyType({}),
         numbers: FollowedNumbers | None = None,
         kept: KeptTensors = NOTHING_KEPT,
+        reads: OutsideReads = NOTHING_READ,
         opaque: Iterable[str] = (),
     ) -> Watch:
         """Return the present state of a source, from which a program was compiled that follows these ``numbers``.
 
-        Its code stores tensors at the places ``kept``. That of the modules ``opaque`` runs at each step.
+        Its code stores tensors at the places ``kept``, and ``reads`` files and variables of the environment. That of
+        the modules ``opaque`` runs at each step.
         """
         model = source.model() if source.is_in_hand else None
         live = LiveModules.of(model, opaque, (source.loss,))
         code = ReachedCode.of(model, (source.loss,))
         names = frozenset() if numbers is None else numbers.names
-        state = CodeState.of(model, code, tensors.values(), names, kept.ids, live)
+        state = CodeState.of(model, code, tensors.values(), names, kept.ids, live, reads)
         watch = cls(model, tensors, state, numbers, kept, source.earlier.numbers - names)
         state.leaves |= watch._answers()
         return watch
@@ -130,11 +133,17 @@ class Watch:
     def _now(self) -> CodeState:
         state, numbers = self._state, self._numbers
         now = CodeState.of(
-            self.model, state.code, self.tensors.values(), state.numbers, state.stored, state.live
+            self.model,
+            state.code,
+            self.tensors.values(),
+            state.numbers,
+            state.stored,
+            state.live,
+            state.reads,
         )
         for name in () if numbers is None else state.numbers:
             value = now.places[name].value if name in now.places else None
-            if numbers is not None and isinstance(value, int | float):
+            if numbers is not None and is_number(value):
                 numbers.values[name] = value
         now.leaves |= self._answers()
         return now
@@ -150,7 +159,7 @@ class Watch:
         for name in () if numbers is None else state.numbers:
             place = state.places[name]
             value = place.value
-            if not isinstance(value, int | float) or type(value) is not state.leaves[name][0]:
+            if not is_number(value) or type(value) is not state.leaves[name][0]:
                 return False
             assert numbers is not None
             numbers.values[name] = value
@@ -241,6 +250,8 @@ def _change_and_remedy(name: str, old: Leaf | None, new: Leaf | None, line: str)
             subject = f"A hook of {owner or 'the model'}"
             value, before = ("has gone", "ran") if new is None else ("is there", "was not")
             remedy = "or read outputs of the program instead (outputs=)"
+        case (kind, _) if kind == FILE:
+            value, before = "has other contents", "had not"
         case (kind, *_) if kind is CodeType:
             subject = f"The code of {name.removesuffix('.__code__')}"
             value, before = "is another", "was not replaced"

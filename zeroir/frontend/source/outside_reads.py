@@ -1,0 +1,84 @@
+"""Files, and variables of the environment, that the user's code reads while it is traced."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+from zeroir.frontend.source.source_lines import line_of_call
+
+_OF_CODE: Final = (".py", ".pyc", ".so")
+_WRITES: Final = frozenset("wax+")
+_LARGE: Final = 1 << 20
+"""Bytes; of a larger file the size and the time of the last change count instead of the contents."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutsideReads:
+    """What code has read outside Python's objects: paths of ``files`` and names of ``variables``, and who read each.
+
+    The values are lines of the user's code.
+    """
+
+    files: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what code reads within the block."""
+        environment = type(os.environ)
+        plain_open, plain_read = builtins.open, environment.__getitem__
+
+        def noting_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            self._note_file(file, mode)
+            return plain_open(file, mode, *args, **kwargs)
+
+        def noting_read(variables: Any, name: Any) -> Any:  # noqa: ANN401
+            line = line_of_call()
+            if line and isinstance(name, str):
+                self.variables.setdefault(name, line)
+            return plain_read(variables, name)
+
+        with (
+            mock.patch.object(builtins, "open", noting_open),
+            mock.patch.object(io, "open", noting_open),
+            mock.patch.object(environment, "__getitem__", noting_read),
+        ):
+            yield
+
+    def _note_file(self, file: object, mode: str) -> None:
+        if not isinstance(file, str | bytes | os.PathLike) or not _WRITES.isdisjoint(mode):
+            return
+        path, line = str(Path(os.fsdecode(file)).absolute()), line_of_call()
+        if line and not path.endswith(_OF_CODE):
+            self.files.setdefault(path, line)
+
+
+NOTHING_READ: Final = OutsideReads()
+
+
+def state_of_file(path: str) -> tuple[int, ...] | None:
+    """Return what tells quickly whether a file has changed; None where it does not exist."""
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def contents_of_file(path: str) -> str:
+    """Return a short text that differs where the contents of a file do."""
+    state = state_of_file(path)
+    if state is None:
+        return "missing"
+    if state[1] > _LARGE:
+        return f"{state[1]} bytes of {state[0]}"
+    return f"{zlib.crc32(Path(path).read_bytes()):08x}"
