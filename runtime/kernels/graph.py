@@ -24,6 +24,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.ops import Mode
 from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, TensorType
+from zeroir.ir.segments.size_numbers import FUNCTIONS, SizeNumber
 from zeroir.ir.sizes import Dim, Factor, Size
 from zeroir.runtime.kernels.calls import constant, has_ref, is_multiple, operator
 from zeroir.workspace.eager_plan import OutputTarget, Permute, Reshape, in_place
@@ -246,6 +247,9 @@ class _GraphBuilder:
             return self._values[arg.index]
         if isinstance(arg, Size):
             return self._size(arg)
+        if isinstance(arg, SizeNumber):
+            _, function = FUNCTIONS[arg.function]
+            return self._graph.call_function(function, tuple(map(self._argument, arg.operands)))
         if isinstance(arg, tuple) and (has_ref(arg) or any(isinstance(x, Size) for x in arg)):
             return [self._argument(item) for item in arg]
         return constant(arg, self._device)

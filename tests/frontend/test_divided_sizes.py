@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -59,6 +60,14 @@ def _one_hot(x: Tensor) -> Tensor:
     return F.one_hot(places, x.shape[1]).float() @ x + F.one_hot(places % 4, 4)
 
 
+def _scaled(x: Tensor) -> Tensor:
+    """With numbers that are computed of sizes, in Python, and in the backward of the deviation."""
+    length = x.shape[1]
+    weight = math.sqrt(length) + (1 / length) * 3 - length**-0.5
+    scaled: Tensor = (x / math.log(length + 1) - x.std(1, keepdim=True)) * -weight / 1.7
+    return scaled
+
+
 def _ends(x: Tensor) -> Tensor:
     """The backward reads the last word from what the forward saves as a part of it."""
     return x * (x[:, -1] * x[:, 0]).tanh()[:, None] * x[:, -2:-1]
@@ -101,7 +110,9 @@ class Compared:
         assert self.engine.step(batch).loss == loss
 
 
-@pytest.mark.parametrize("code", [_every_other, _windows, _halves, _blocks, _one_hot, _ends])
+@pytest.mark.parametrize(
+    "code", [_every_other, _windows, _halves, _blocks, _one_hot, _scaled, _ends]
+)
 def test_one_program_has_the_bits_of_eager_pytorch(code: Code) -> None:
     compared = Compared(code)
     for rows, length in ((4, LONGEST), (2, 2), (3, 3), (2, 16), (3, 9)):

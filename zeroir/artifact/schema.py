@@ -30,8 +30,9 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.limits import LONGEST_TEXT, obeyed_character
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import NodeArg, Ref, Symbol
+from zeroir.ir.segments.size_numbers import FUNCTIONS, SizeNumber
 
-SCHEMA_VERSION: Final = (3, 7)
+SCHEMA_VERSION: Final = (3, 8)
 """(major, minor). A minor version adds fields with defaults, or classes; a major one changes what files mean."""
 
 _MAX_DEPTH: Final = 64
@@ -360,9 +361,14 @@ class _StoredList(_TaggedList, tag="list"):
     items: tuple[_StoredArg, ...]
 
 
-_StoredArg = (_StoredRef | _StoredSymbol | _StoredDType | _StoredInteger | _StoredList) | (
-    _Int64 | float | str | bool | None
-)
+class _StoredNumber(_TaggedList, tag="number"):
+    function: str
+    operands: tuple[_StoredArg, ...]
+
+
+_StoredArg = (
+    _StoredRef | _StoredSymbol | _StoredDType | _StoredInteger | _StoredList | _StoredNumber
+) | (_Int64 | float | str | bool | None)
 
 
 def _write_arg(value: NodeArg) -> _StoredArg:
@@ -375,6 +381,8 @@ def _write_arg(value: NodeArg) -> _StoredArg:
             return _StoredDType(value)
         case int() if not -(2**63) <= value < 2**63:
             return _StoredInteger(hex(value))
+        case SizeNumber():
+            return _StoredNumber(value.function, tuple(map(_write_arg, value.operands)))
         case tuple():
             return _StoredList(tuple(map(_write_arg, value)))
         case _:
@@ -395,7 +403,22 @@ def _read_arg(value: _StoredArg, depth: int = 0) -> NodeArg:
             if depth == _MAX_DEPTH:
                 raise SchemaError(_NESTED)
             return tuple(_read_arg(item, depth + 1) for item in value.items)
+        case _StoredNumber():
+            return _read_number(value, depth)
         case str():
             return _read_text(value)
         case _:
             return value
+
+
+def _read_number(value: _StoredNumber, depth: int) -> SizeNumber:
+    if depth == _MAX_DEPTH:
+        raise SchemaError(_NESTED)
+    count, _ = FUNCTIONS.get(value.function, (-1, None))
+    operands = tuple(_read_arg(item, depth + 1) for item in value.operands)
+    numbers = tuple(
+        each for each in operands if isinstance(each, int | float) and not isinstance(each, bool)
+    )
+    if not len(numbers) == len(operands) == count:
+        raise SchemaError(f"'{value.function:.40}' is no function of {len(operands)} numbers")
+    return SizeNumber(value.function, numbers)

@@ -7,6 +7,7 @@ dims or a comparison that the ranges leave open, is an expression of sympy, as t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -14,14 +15,21 @@ from typing import Final, Literal
 from unittest import mock
 
 import sympy
-from torch import SymInt
+from torch import SymFloat, SymInt
 from torch._subclasses._fake_tensor_utils import _DeconstructedSymNode
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.types import IntLikeType, PySymType
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import (
+    FloorDiv,
+    OpaqueUnaryFn_exp,
+    OpaqueUnaryFn_log,
+    OpaqueUnaryFn_log2,
+    OpaqueUnaryFn_sqrt,
+)
 
+from zeroir.ir.segments.size_numbers import SizeNumber
 from zeroir.ir.size_bounds import highest, lowest
 from zeroir.ir.sizes import Dim, Factor, Size, exact_quotient, quotient
 
@@ -183,9 +191,10 @@ class DimNode(SymNode):
 
     def int_truediv(self, other: SymNode) -> SymNode:
         ratio = super().int_truediv(other)
-        if type(other) is not DimNode or other.constant is None or other.constant < 1:
-            return ratio
-        return Ratio(self, other.constant, ratio)
+        return ratio if type(other) is not DimNode else Ratio(self, other, ratio)
+
+    def sym_float(self) -> SymNode:
+        return NumberNode(SizeNumber("float", (self.size,)), super().sym_float())
 
     def mod(self, other: SymNode) -> SymNode:
         quotient = self._quotient(other)
@@ -243,12 +252,51 @@ class DimNode(SymNode):
         return self.shape_env.compared("ge", self, other)
 
 
-class Ratio(SymNode):
-    """A size divided by a plain positive number and not rounded, as it is before ``math.ceil``."""
+class NumberNode(SymNode):
+    """A number that is computed of sizes, and how it is."""
 
-    def __init__(self, dividend: DimNode, divisor: int, value: SymNode) -> None:
-        super().__init__(value.expr, value.shape_env, value.pytype, value.hint)
-        self._dividend, self._divisor = dividend, divisor
+    def __init__(self, number: float, value: SymNode) -> None:
+        super().__init__(
+            value.expr, value.shape_env, value.pytype, value.hint, constant=value.constant
+        )
+        self.number = number
+
+    def sym_float(self) -> SymNode:
+        return self
+
+    def neg(self) -> SymNode:
+        return NumberNode(SizeNumber("neg", (self.number,)), super().neg())
+
+    def add(self, other: SymNode) -> SymNode:
+        return self._with("add", other, super().add(other))
+
+    def sub(self, other: SymNode) -> SymNode:
+        return self._with("sub", other, super().sub(other))
+
+    def mul(self, other: SymNode) -> SymNode:
+        return self._with("mul", other, super().mul(other))
+
+    def float_truediv(self, other: SymNode) -> SymNode:
+        return self._with("div", other, super().float_truediv(other))
+
+    def float_pow(self, other: SymNode) -> SymNode:
+        return self._with("pow", other, super().float_pow(other))
+
+    def wrap_float(self, num: float) -> SymNode:
+        return NumberNode(num, super().wrap_float(num))
+
+    def _with(self, function: str, other: SymNode, value: SymNode) -> SymNode:
+        if not isinstance(other, NumberNode):
+            return value
+        return NumberNode(SizeNumber(function, (self.number, other.number)), value)
+
+
+class Ratio(NumberNode):
+    """A size divided by another one, or by a plain number, and not rounded, as it is before ``math.ceil``."""
+
+    def __init__(self, dividend: DimNode, divisor: DimNode, value: SymNode) -> None:
+        super().__init__(SizeNumber("div", (dividend.size, divisor.size)), value)
+        self._dividend, self._divisor = dividend, divisor.constant or 0
 
     def floor(self) -> SymNode:
         rounded = rounded_quotient(self._dividend.size, self._divisor)
@@ -320,11 +368,30 @@ def sizes_as_nodes() -> Iterator[None]:
         proxy_tensor._sym_register(tracer, _number, (), out)  # type: ignore[arg-type]
         return out
 
+    of_sizes = {name: _of_sizes(name, getattr(math, name)) for name in _OPAQUE}
     with (
         mock.patch.object(_DeconstructedSymNode, "extract", node_of),
         mock.patch.object(proxy_tensor, "_build_proxy_for_sym_expr", add_number),
+        mock.patch.dict(vars(math), of_sizes),
     ):
         yield
+
+
+def _of_sizes(name: str, of_math: Callable[..., object]) -> Callable[..., object]:
+    """Return a function of ``math`` that computes with sizes, too, of which it would make plain numbers."""
+
+    def compute(*args: object) -> object:
+        node = args[0].node if len(args) == 1 and isinstance(args[0], SymInt | SymFloat) else None
+        if not isinstance(node, DimNode | NumberNode) or node.constant is not None:
+            return of_math(*args)
+        env = node.shape_env
+        assert isinstance(env, PolynomialEnv)
+        number = SizeNumber(name, (node.size if isinstance(node, DimNode) else node.number,))
+        value = SymNode(_OPAQUE[name](node.expr), env, float, number.at(env.hints))
+        make: Callable[[SymNode], SymFloat] = SymFloat
+        return make(NumberNode(number, value))
+
+    return compute
 
 
 def _number() -> int:
@@ -362,6 +429,14 @@ def rounded_quotient(dividend: int, divisor: int) -> int | None:
         return exact_quotient(dividend, divisor) if isinstance(dividend, Size) else None
     return quotient(dividend, divisor) if divisor > 0 else None
 
+
+_OPAQUE: Final[Mapping[str, Callable[[sympy.Expr], sympy.Expr]]] = {
+    "exp": OpaqueUnaryFn_exp,
+    "log": OpaqueUnaryFn_log,
+    "log2": OpaqueUnaryFn_log2,
+    "sqrt": OpaqueUnaryFn_sqrt,
+}
+"""Functions of ``math``, and what stands for them in an expression."""
 
 _LARGEST: Final = 2**56
 """Larger numbers, such as the end of a slice to the end, are no numbers of elements."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from zeroir.errors import InternalError, UserError
+from zeroir.frontend._torch_dim_nodes import NumberNode
 from zeroir.frontend._torch_private import (
     Placeholder,
     TracedGraph,
@@ -371,16 +372,17 @@ class _Reader:
         }
         return tuple(args), tuple((k, v) for k, v in kwargs.items() if k not in dropped)
 
-    def _number(self, arg: fx.Node, node: fx.Node) -> int | None:
-        """The size that an argument is; None where it is a tensor."""
-        number = arg.meta.get("val")
+    def _number(self, number: object, node: fx.Node) -> int | float | None:
+        """Return the size, or the number of sizes, that an argument is; None where it is a tensor."""
         match number:
             case torch.SymInt():
                 return size_in(number, self._place(node))
+            case torch.SymFloat() if isinstance(number.node, NumberNode):
+                return number.node.number
             case torch.SymFloat() | torch.SymBool():
                 raise UserError(
-                    f"{self._place(node)} passes a number to {node.target} that depends on the sizes of the batch and "
-                    "is no whole number: compute it with tensors, or give that dimension one size."
+                    f"{self._place(node)} passes a number to {node.target} that depends on the sizes of the batch in "
+                    "a way that programs do not have: compute it with tensors, or give that dimension one size."
                 )
             case _:
                 return None
@@ -388,15 +390,15 @@ class _Reader:
     def _argument(self, arg: object, node: fx.Node) -> NodeArg:
         match arg:
             case fx.Node():
-                number = self._number(arg, node)
+                number = self._number(arg.meta.get("val"), node)
                 return Ref(self.value(arg)) if number is None else number
             case list() | tuple():
                 return tuple(self._argument(item, node) for item in arg)
             case torch.dtype():
                 require_dtype(arg, self._place(node))
                 return IR_DTYPE[arg]
-            case torch.SymInt():
-                return size_in(arg, self._place(node))
+            case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+                return self._number(arg, node)
             case torch.device():
                 return Symbol("device")
             case torch.layout() | torch.memory_format():

@@ -20,6 +20,7 @@ from zeroir.frontend._torch_sizes import Assumption, DimEnv, DimRange, SplitErro
 from zeroir.frontend.capture.captured_graph import CapturedGraph
 from zeroir.ir.dtypes import DType
 from zeroir.ir.segments.segment import NodeArg, Ref, TensorType
+from zeroir.ir.segments.size_numbers import SizeNumber
 from zeroir.ir.sizes import Dim, Size
 
 Traces = tuple[CapturedGraph | None, ...]
@@ -172,14 +173,14 @@ def _results(
                 return number_of[arg.index], types[arg.index]
             case tuple():
                 return tuple(comparable(item) for item in arg)
-            case Size():
+            case Size() | SizeNumber():
                 return comparable_number(arg.replaced(values))
             case _:
                 return comparable_number(arg)
 
     def comparable_number(arg: object) -> object:
         # 1, 1.0 and True are equal, and not the same argument.
-        return arg if isinstance(arg, Size) else (type(arg).__name__, arg)
+        return arg if isinstance(arg, Size | SizeNumber) else (type(arg).__name__, arg)
 
     for each in joint.inputs:
         of_input = (each.kind, each.name if each.data is None else "", each.data)

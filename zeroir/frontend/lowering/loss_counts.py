@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zeroir.frontend.capture.captured_graph import CapturedGraph, GraphNode, InputKind
 from zeroir.ir.dtypes import DType
 from zeroir.ir.segments.segment import NodeArg, Ref, TensorType
+from zeroir.ir.segments.size_numbers import SizeNumber
 from zeroir.ir.sizes import Size
 
 USUAL_IGNORE_INDEX: Final = -100
@@ -256,7 +257,7 @@ class LossGraph:
             divisor, *others = node.args
             (kept,) = others if len(others) == 1 else (None,)
             most = 1 if node.op in _LEAST else _MOST_ADDED if node.op == "aten.add.Tensor" else 0
-            if not isinstance(kept, int | float) or isinstance(kept, Size) or not 0 < kept <= most:
+            if not isinstance(kept, int | float) or _has_size(kept) or not 0 < kept <= most:
                 return None
         return None
 
@@ -369,7 +370,9 @@ def _keeps_integers(source: DType, destination: DType) -> bool:
 
 def _has_size(arg: NodeArg) -> bool:
     """Return whether the arguments of a node have sizes that depend on dims."""
-    return isinstance(arg, Size) or (isinstance(arg, tuple) and any(map(_has_size, arg)))
+    return isinstance(arg, Size | SizeNumber) or (
+        isinstance(arg, tuple) and any(map(_has_size, arg))
+    )
 
 
 def _has(tensor: Tensor | None, label: int) -> bool:

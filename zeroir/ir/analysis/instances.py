@@ -12,6 +12,7 @@ from zeroir.errors import UserError
 from zeroir.ir.buffers import Region
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import Segment
+from zeroir.ir.segments.size_numbers import SizeNumber
 from zeroir.ir.sizes import Dim, Size
 
 _Data = TypeVar("_Data")
@@ -117,6 +118,8 @@ def sizes_and_offsets_in(data: object) -> tuple[tuple[Size, ...], tuple[Size, ..
         value = rest.pop()
         if isinstance(value, Size):
             sizes[value] = None
+        elif isinstance(value, SizeNumber):
+            sizes.update(dict.fromkeys(value.sizes))
         elif isinstance(value, Region):
             if isinstance(value.offset, Size):
                 offsets[value.offset] = None
@@ -208,6 +211,8 @@ class _Integers:
             return value
         if kind is Size:
             return self._change(cast("Size", value))
+        if kind is SizeNumber:
+            return self._of_number(cast("SizeNumber", value))
         if kind is tuple:
             return self._of_items(cast("tuple[object, ...]", value))
         if kind is int and self._change_plain:
@@ -217,6 +222,11 @@ class _Integers:
             self._done[key] = self._of_record(value)
             self._kept.append(value)
         return self._done[key]
+
+    def _of_number(self, number: SizeNumber) -> float:
+        changed = number.changed(lambda operand: cast("float", self.of(operand)))
+        is_plain = self._change_plain is None and next(changed.sizes, None) is None
+        return changed.plain if is_plain else changed
 
     def _of_items(self, items: tuple[object, ...]) -> tuple[object, ...]:
         changed = [self.of(item) for item in items]

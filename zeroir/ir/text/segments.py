@@ -10,6 +10,7 @@ from zeroir.ir.buffers import contiguous_stride
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Constant
 from zeroir.ir.segments.segment import Node, NodeArg, Ref, Segment, Symbol, TensorType
+from zeroir.ir.segments.size_numbers import FUNCTION_TEXT, FUNCTIONS, SizeNumber
 from zeroir.ir.size_text import SIZE_TEXT
 from zeroir.ir.sizes import RESERVED_NAMES
 from zeroir.ir.text.lexical import BARE_NAME, STRING, name, number, quote
@@ -198,7 +199,24 @@ def _arg(scan: Scanner, depth: int) -> NodeArg:
                 scan.fail(f"expected lists to nest at most {_MAX_DEPTH} deep.", position)
             return scan.several(lambda: _arg(scan, depth + 1), "[", "]")
         case _:
-            return _constant(scan)
+            function = FUNCTION_TEXT.match(scan.text, position)
+            return _constant(scan) if function is None else _size_number(scan, function, depth)
+
+
+def _size_number(scan: Scanner, function: re.Match[str], depth: int) -> SizeNumber:
+    """Read ``sqrt(length)``, or another function of numbers."""
+    position = scan.here()
+    scan.position = function.end() - 1
+    count, _ = FUNCTIONS[function[1]]
+    if depth == _MAX_DEPTH:
+        scan.fail(f"expected numbers to nest at most {_MAX_DEPTH} deep.", position)
+    operands = scan.several(lambda: _arg(scan, depth + 1))
+    numbers = tuple(
+        each for each in operands if isinstance(each, int | float) and not isinstance(each, bool)
+    )
+    if len(numbers) < len(operands) or len(operands) != count:
+        scan.fail(f"expected {count} numbers in '{function[1]}(...)'.", position)
+    return SizeNumber(function[1], numbers)
 
 
 def parse_constant(scan: Scanner) -> Constant:
@@ -285,6 +303,8 @@ def argument_text(arg: NodeArg) -> str:
             return "true" if arg else "false"
         case int():
             return str(arg)
+        case SizeNumber():
+            return f"{arg.function}({', '.join(map(argument_text, arg.operands))})"
         case float():
             return number(arg)
         case str():
