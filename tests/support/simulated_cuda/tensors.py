@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -87,10 +88,9 @@ class DeviceTensor(Tensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        drivers = [
-            leaf.cuda_driver for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)
-        ]
-        return Call(drivers[0], func, args, dict(kwargs or {})).run()
+        given = dict(kwargs or {})
+        tensors = _of_device(args, given)
+        return Call(tensors[0].cuda_driver, func, args, given, tensors).run()
 
 
 class FactoryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -109,14 +109,16 @@ class FactoryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> object:
         given = dict(kwargs or {})
         device = given.get("device")
-        leaves = pytree.tree_leaves((args, given))
-        is_of_device = any(isinstance(leaf, DeviceTensor) for leaf in leaves)
+        tensors = _of_device(args, given)
         # Torch's own C++ code makes intermediate tensors on the device that it sees.
         kinds = ("cuda", "meta") if self._driver.has_chosen_stream() else ("cuda",)
         is_asked = device is not None and torch.device(cast("str", device)).type in kinds
-        if is_of_device or is_asked:
-            return Call(self._driver, func, args, given).run()
+        if tensors or is_asked:
+            return Call(self._driver, func, args, given, tensors).run()
         return func(*args, **given)
+
+
+_OF_LITERALS: Final = frozenset((torch.tensor, torch.as_tensor))
 
 
 class LiteralMode(TorchFunctionMode):
@@ -130,7 +132,7 @@ class LiteralMode(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         given = dict(kwargs or {})
-        if func in (torch.tensor, torch.as_tensor) and given.get("device") is not None:
+        if func in _OF_LITERALS and given.get("device") is not None:
             device = torch.device(cast("str", given.pop("device")))
             made = _called(func, args, given)
             assert isinstance(made, Tensor)
@@ -138,8 +140,40 @@ class LiteralMode(TorchFunctionMode):
         return func(*args, **given)
 
 
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What an operator's schema says, which is slow to ask of torch."""
+
+    name: str
+    arguments: tuple[str, ...]
+    written: frozenset[str]
+    """The arguments that it writes."""
+    return_count: int
+    is_view: bool
+    is_aliased: bool
+    """Whether each result is an argument, or a view of one."""
+
+    @classmethod
+    @cache
+    def of(cls, func: OpOverload) -> Schema:
+        schema = func._schema
+        aliases = [returned.alias_info for returned in schema.returns]
+        return cls(
+            name=schema.name,
+            arguments=tuple(argument.name for argument in schema.arguments),
+            written=frozenset(
+                argument.name
+                for argument in schema.arguments
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ),
+            return_count=len(aliases),
+            is_view=any(alias is not None and not alias.is_write for alias in aliases),
+            is_aliased=all(alias is not None for alias in aliases),
+        )
+
+
 class Call:
-    """One call of an operator, of which at least one tensor is on a device."""
+    """One call of an operator, with its ``tensors`` that are on a device; without any, it makes one there."""
 
     def __init__(
         self,
@@ -147,81 +181,76 @@ class Call:
         func: OpOverload,
         args: Sequence[object],
         kwargs: dict[str, object],
+        tensors: Sequence[DeviceTensor],
     ) -> None:
         self.driver, self.func, self.args, self.kwargs = driver, func, args, kwargs
-        self.name = func._schema.name
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, DeviceTensor)]
+        self.schema = Schema.of(func)
+        self.name = self.schema.name
+        self.tensors = tensors
         place = kwargs.get("device")
         self.place = (
             tensors[0].place if tensors else driver.with_index(torch.device(cast("str", place)))
         )
-        self.written = {
-            id(tensor)
-            for argument, value in self._arguments()
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in pytree.tree_leaves(value)
-            if isinstance(tensor, Tensor)
-        }
 
     def run(self) -> object:
         if self.name == "aten::copy_":
             return self._copy()
         if self.name == "aten::_to_copy":
             return self._to_copy()
-        is_view = any(
-            r.alias_info is not None and not r.alias_info.is_write
-            for r in self.func._schema.returns
-        )
-        if is_view and self.name not in _OWN_COPY:
+        if self.schema.is_view and self.name not in _OWN_COPY:
             return self._view()
         if self.func is torch.ops.aten._local_scalar_dense.default:
             return self._at_once()
         return self._submitted()
 
-    def _arguments(self) -> list[tuple[torch._C.Argument, object]]:
-        schema = self.func._schema.arguments
-        named = dict(zip((a.name for a in schema), self.args, strict=False)) | self.kwargs
-        return [(argument, named[argument.name]) for argument in schema if argument.name in named]
+    def _written(self) -> list[object]:
+        """The arguments that it writes."""
+        if not self.schema.written:
+            return []
+        named = dict(zip(self.schema.arguments, self.args, strict=False)) | self.kwargs
+        return [named[name] for name in named if name in self.schema.written]
 
     def _view(self) -> object:
-        base = next(t for t in pytree.tree_leaves(self.args) if isinstance(t, DeviceTensor))
+        base = self.tensors[0]
         made = _called(self.func, _elements(self.args), _elements(self.kwargs))
         owner = getattr(base, "owner", base)
-        return pytree.tree_map_only(
-            Tensor, lambda e: DeviceTensor(e, self.driver, self.place, owner), made
-        )
+
+        def one(value: object) -> object:
+            if isinstance(value, Tensor):
+                return DeviceTensor(value, self.driver, self.place, owner)
+            return value
+
+        return _mapped(one, made)
 
     def _at_once(self) -> object:
         """Run what gives the host a value, or whose sizes depend on values, when all before it is done."""
         self.driver.host_waits(self.place, self.name)
         results = _called(self.func, _elements(self.args), _elements(self.kwargs))
-        return pytree.tree_map_only(Tensor, lambda e: self.driver.adopt(e, self.place), results)
+        return _mapped(
+            lambda e: self.driver.adopt(e, self.place) if isinstance(e, Tensor) else e, results
+        )
 
     def _submitted(self) -> object:
         """Return results without values, and let the current stream compute them."""
         # A task must not hold the tensors themselves, whose memory is free when nobody else holds them.
         args, kwargs = self._at_submission(self.args), self._at_submission(self.kwargs)
         func = self.func
-        returned = self.func._schema.returns
-        is_in_place = bool(self.written) and all(r.alias_info is not None for r in returned)
-        if is_in_place:
+        own = self._written()
+        if any(isinstance(one, Tensor) for one in _leaves(own)) and self.schema.is_aliased:
             self.driver.submit(self.place, lambda: _called(func, args, kwargs))
-            own = [
-                v
-                for a, v in self._arguments()
-                if a.alias_info is not None and a.alias_info.is_write
-            ]
-            return None if not returned else own[0] if len(returned) == 1 else tuple(own)
+            count = self.schema.return_count
+            return None if not count else own[0] if count == 1 else tuple(own)
         try:
             types = _called(func, _metas(args), _metas(kwargs))
         except (NotImplementedError, RuntimeError):
             return self._at_once()
-        leaves, spec = pytree.tree_flatten(types)
-        if not all(isinstance(leaf, Tensor) or leaf is None for leaf in leaves):
+        leaves = [leaf for leaf in _leaves(types) if leaf is None or isinstance(leaf, Tensor)]
+        if len(leaves) < sum(1 for _ in _leaves(types)):
             return self._at_once()
         if self.name == "aten::native_layer_norm":
             # The kernels are the CPU's, whose statistics have the type of the input; CUDA's are in FP32.
-            leaves = [leaf.to(leaves[0].dtype) for leaf in leaves]
+            dtype = cast("Tensor", leaves[0]).dtype
+            leaves = [cast("Tensor", leaf).to(dtype) for leaf in leaves]
         made = [
             None
             if leaf is None
@@ -231,14 +260,15 @@ class Call:
         targets = [None if one is None else one.elements for one in made]
 
         def compute() -> None:
-            for target, value in zip(
-                targets, pytree.tree_leaves(_called(func, args, kwargs)), strict=True
-            ):
+            results = _leaves(_called(func, args, kwargs))
+            for target, value in zip(targets, results, strict=True):
                 if target is not None:
+                    assert isinstance(value, Tensor)
                     target.copy_(value)
 
         self.driver.submit(self.place, compute)
-        return pytree.tree_unflatten(made, spec)
+        following = iter(made)
+        return _mapped(lambda _: next(following), types)
 
     def _at_submission(self, values: object) -> object:
         """Return arguments as a task takes them: a scalar of the host is read when a kernel is launched."""
@@ -255,9 +285,7 @@ class Call:
         def of_device(value: object) -> object:
             return CPU if isinstance(value, torch.device) else value
 
-        return pytree.tree_map(
-            lambda v: of_task(v) if isinstance(v, Tensor) else of_device(v), values
-        )
+        return _mapped(lambda v: of_task(v) if isinstance(v, Tensor) else of_device(v), values)
 
     def _copy(self) -> object:
         target, source = cast("Tensor", self.args[0]), cast("Tensor", self.args[1])
@@ -299,8 +327,40 @@ class Call:
         )
 
 
+def _mapped(function: Callable[[object], object], values: object) -> object:
+    """What a function makes of each value in lists, tuples and dicts, and of what is none of these."""
+    if isinstance(values, list | tuple):
+        made = [_mapped(function, value) for value in values]
+        return made if isinstance(values, list) else tuple(made)
+    if isinstance(values, dict):
+        return {key: _mapped(function, value) for key, value in values.items()}
+    return function(values)
+
+
+def _leaves(values: object) -> Iterator[object]:
+    """The values in lists and tuples, or what is none of these."""
+    if isinstance(values, list | tuple):
+        for value in values:
+            yield from _leaves(value)
+    else:
+        yield values
+
+
+def _of_device(args: Sequence[object], kwargs: Mapping[str, object]) -> list[DeviceTensor]:
+    """The tensors of a device among the arguments of a call."""
+    found: list[DeviceTensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, DeviceTensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [one for one in _leaves(value) if isinstance(one, DeviceTensor)]
+    return found
+
+
 def _called(function: Callable[..., object], args: object, kwargs: object) -> object:
-    return function(*cast("Sequence[object]", args), **cast("dict[str, object]", kwargs))
+    # These are tensors of the host, or without elements: the modes above have nothing to add.
+    with torch._C._DisableTorchDispatch():
+        return function(*cast("Sequence[object]", args), **cast("dict[str, object]", kwargs))
 
 
 def _elements(values: object) -> object:
@@ -309,7 +369,7 @@ def _elements(values: object) -> object:
             return value.elements
         return CPU if isinstance(value, torch.device) else value
 
-    return pytree.tree_map(one, values)
+    return _mapped(one, values)
 
 
 def _own_stride(like: Tensor) -> Sequence[int]:
@@ -330,7 +390,7 @@ def _metas(values: object) -> object:
             return _meta(value)
         return torch.device("meta") if isinstance(value, torch.device) else value
 
-    return pytree.tree_map(one, values)
+    return _mapped(one, values)
 
 
 def watch_end(tensor: DeviceTensor, freed: Callable[[], None]) -> None:
