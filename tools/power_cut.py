@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +25,7 @@ from typing import Final
 from rich.progress import track
 
 import zeroir
+from tests.support.zygote import COMPILING, DEADLINE_S, Forked, started
 from tools import record_file
 from tools.checkpoints import model as tiny_model
 from tools.checkpoints.forgetful_disk import ForgetfulDisk, Loss
@@ -36,7 +35,6 @@ from zeroir.checkpoint.folder import CheckpointFolder
 
 KEEP: Final = 2
 WORLD_SIZE: Final = 2
-_ROOT: Final = Path(__file__).parents[1]
 _FOLDER: Final = "checkpoints"
 
 
@@ -49,26 +47,21 @@ def record_jobs(folder: Path, steps: Sequence[int]) -> tuple[Path, list[FileOper
     root, log, program = folder / "root", folder / "log", folder / "program.zir"
     root.mkdir()
     zeroir.compile(tiny_model.__file__, stage=2, world_size=WORLD_SIZE).save(program)
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": str(build(folder)),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
+    # The library is loaded into the process of which the agent and the ranks are forked.
+    source = started(*COMPILING, environment={"LD_PRELOAD": str(build(folder))})
     for count in steps:
         job = ["--standalone", "--nproc-per-node", str(WORLD_SIZE)]
         job += ["-m", "tools.checkpoints.recorded_job", str(root), str(log)]
         job += ["run", str(program), "--steps", str(count), "--save", str(root / _FOLDER)]
         job += ["--save-every", "1", "--keep", str(KEEP), "--json", "--no-self-check"]
-        ended = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *job, "--model", tiny_model.__file__],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
+        job += ["--model", tiny_model.__file__]
+        environment = {"OMP_NUM_THREADS": "1"}
+        agent = Forked(
+            source, "torch.distributed.run", tuple(job), environment, folder / f"job{count}"
         )
-        if ended.returncode != 0:
-            raise RuntimeError(f"The recorded job failed: {ended.stderr}")
+        if agent.wait(time.monotonic() + DEADLINE_S) != 0:
+            agent.kill()
+            raise RuntimeError(f"The recorded job failed: {agent.output()[1]}")
     operations = list(read_log(log))
     _require_complete(root, operations, folder / "again")
     return root, operations

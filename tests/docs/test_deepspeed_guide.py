@@ -12,6 +12,7 @@ import pytest
 
 from tests.docs.test_docs_blocks import ROOT, blocks_of
 from tests.support.deepspeed_package import FOLDER, OWN_COLLECTIVES, needs_deepspeed
+from tests.support.zygote import run_forked
 
 GUIDE = ROOT / "docs" / "moving.md"
 WITHOUT_OWN_COLLECTIVES = f"""\
@@ -26,15 +27,20 @@ def printed(script: str, folder: Path, *packages: Path) -> list[str]:
     folder.mkdir()
     path = [*map(str, packages), *filter(None, [os.environ.get("PYTHONPATH")])]
     (folder / "script.py").write_text(script, encoding="utf-8")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-    result = subprocess.run(
-        [sys.executable, *launch],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    launch = ["--standalone", "--nproc-per-node=2", "script.py"]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+    if packages:
+        # What has imported torch and zeroir may have looked for such packages already.
+        result = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *launch],
+            cwd=folder,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    else:
+        result = run_forked("torch.distributed.run", launch, folder, environment)
     assert result.returncode == 0, result.stderr
     return re.findall(r"^\d+\.\d+ \d+\.\d+$", result.stdout, re.MULTILINE)
 

@@ -53,8 +53,8 @@ class Zygote:
         return answer
 
 
-def _started(*more: str) -> Zygote:
-    """A new process, which imports ``more`` modules than all of them do."""
+def started(*more: str, environment: Mapping[str, str] | None = None) -> Zygote:
+    """A new process with more variables, which imports ``more`` modules than all of them do."""
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-m", "tests.support.zygote", *more],
         cwd=ROOT,
@@ -63,6 +63,7 @@ def _started(*more: str) -> Zygote:
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": import_path(),
+            **(environment or {}),
         },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -78,19 +79,19 @@ def _started(*more: str) -> Zygote:
 @cache
 def compiling_zygote() -> Zygote:
     """A process of which come ranks, commands that trace models, and agents that start ranks."""
-    return _started(*COMPILING)
+    return started(*COMPILING)
 
 
 @cache
 def other_compiling_zygote() -> Zygote:
     """A process of which come other ranks, which see sets in another order."""
-    return _started(*COMPILING)
+    return started(*COMPILING)
 
 
 @cache
 def second_zygote() -> Zygote:
     """A process of which come ranks that have not imported torch's compiler."""
-    return _started()
+    return started()
 
 
 def run_forked(
