@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from torch.export import Dim
 import zeroir
 from tests.api.small_net import BATCH, Net
 from tests.support.programs import mlp
-from tests.support.zygote import import_path
+from tests.support.zygote import DEADLINE_S, Forked, compiling_zygote
 from zeroir import artifact as artifacts
 from zeroir.api import CompiledProgram, kept_programs
 from zeroir.api.compiling import compile_with
@@ -288,25 +288,20 @@ def test_processes_share_a_folder_and_may_be_killed(folder: Path) -> None:
     expected = lowered(stage=3)
     for file in folder.iterdir():
         file.unlink()
-    environment = {**os.environ, "PYTHONPATH": import_path()}
-
-    def started() -> Iterator[subprocess.Popen[str]]:
-        for _ in range(4):
-            yield subprocess.Popen(
-                [sys.executable, "-c", LOWERING, "3"],
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
-                env=environment,
-            )
-
-    processes = list(started())
+    script = folder.parent / "lowering.py"
+    script.write_text(LOWERING)
+    processes = [
+        Forked(
+            compiling_zygote(), str(script), ("3",), {}, folder.parent / f"{number}", folder=ROOT
+        )
+        for number in range(4)
+    ]
     while not any(folder.iterdir()):
         time.sleep(0.001)
     processes[0].send_signal(signal.SIGKILL)
     for process in processes[1:]:
-        out, _ = process.communicate(timeout=240)
-        assert out.strip() == expected.strip()
-    processes[0].communicate()
+        assert process.wait(time.monotonic() + DEADLINE_S) == 0, process.output()
+        assert process.output()[0].strip() == expected.strip()
+    processes[0].wait(time.monotonic() + DEADLINE_S)
     assert lowered(stage=3) == expected
     assert sum(file.suffix == ".zir" for file in folder.iterdir()) == 1

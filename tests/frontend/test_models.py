@@ -14,7 +14,6 @@ from zeroir.runtime.execution.lockstep import Lockstep
 
 MODELS = Path(__file__).parents[1] / "support" / "models"
 NAMES = ["bert", "convnet", "gpt2", "llama", "t5", "translator", "vit"]
-HUGGING_FACE = ["gpt2", "bert", "vit", "t5", "llama"]
 RANKS = 3
 
 
@@ -28,7 +27,7 @@ def test_a_micro_step_equals_eager_pytorch(name: str, precision: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage", "precision"),
-    [*((name, 3, "fp32") for name in NAMES), *((name, 2, "fp16") for name in ("convnet", "llama"))],
+    [*((name, 3, "fp32") for name in NAMES), ("convnet", 2, "fp16")],
 )
 def test_training_equals_eager_replicas(name: str, stage: int, precision: str) -> None:
     options = make_options({"stage": stage, "world_size": 3, "precision": precision})
@@ -37,13 +36,13 @@ def test_training_equals_eager_replicas(name: str, stage: int, precision: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HUGGING_FACE)
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_training_in_bf16_equals_eager_replicas(name: str) -> None:
     test_training_equals_eager_replicas(name, 1, "bf16")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) for name in HUGGING_FACE]
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "llama", "t5")]
 )
 def test_every_stage_trains_and_with_the_same_losses(name: str) -> None:
     path = MODELS / f"{name}.py"

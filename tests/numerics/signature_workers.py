@@ -108,7 +108,13 @@ def refuse_crossed(rank: int, world_size: int) -> None:
     torch.manual_seed(7)
     shapes = (Dim("rows", max=2 * LONG), 4)
     compiled = zeroir.compile(
-        Crossed(), torch.zeros(3, 4), shapes=shapes, units="a,b", stage=3, world_size=world_size
+        Crossed(),
+        torch.zeros(3, 4),
+        shapes=shapes,
+        units="a,b",
+        stage=3,
+        world_size=world_size,
+        evaluate=False,
     )
     engine = compiled.engine()
     losses: list[float] = []
@@ -145,7 +151,12 @@ def anneal(rank: int, world_size: int) -> None:
     module = Annealed()
     shapes = (Dim("rows", max=2 * LONG), 4)
     engine = zeroir.compile(
-        module, torch.zeros(3, 4), shapes=shapes, stage=3, world_size=world_size
+        module,
+        torch.zeros(3, 4),
+        shapes=shapes,
+        stage=3,
+        world_size=world_size,
+        evaluate=False,
     ).engine()
     for scale, kind, rows in (
         *((1.0, "plain", (3, 3)), (0.9, "plain", (3, 9)), (0.8, "plain", (9, 3))),
@@ -173,6 +184,7 @@ def mix(rank: int, world_size: int) -> None:
         shapes=(Dim("rows", max=2 * LONG), 4),
         stage=3,
         world_size=world_size,
+        evaluate=False,
     ).engine()
     for _ in range(2):
         batches = [torch.randn(3, 4), torch.randn(3 + LONG * rank, 4)]
@@ -188,7 +200,12 @@ def refuse_other_numbers(rank: int, world_size: int) -> None:
     module = Annealed()
     shapes = (Dim("rows", max=2 * LONG), 4)
     engine = zeroir.compile(
-        module, torch.zeros(3, 4), shapes=shapes, stage=3, world_size=world_size
+        module,
+        torch.zeros(3, 4),
+        shapes=shapes,
+        stage=3,
+        world_size=world_size,
+        evaluate=False,
     ).engine()
     for scale, rows in ((1.0, 3), (0.9, 3), (0.8, LONG + 1)):
         module.scale = scale

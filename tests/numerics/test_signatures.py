@@ -49,7 +49,7 @@ OFFLOADED = {
 
 @pytest.mark.parametrize(
     ("world_size", "options"),
-    [(3, {"stage": 3}), (1, {"stage": 3}), (2, {"stage": 1}), (3, {"stage": 2}), (2, OFFLOADED)],
+    [(3, {"stage": 3}), (1, {"stage": 3}), (2, {"stage": 1}), (2, {"stage": 2}), (2, OFFLOADED)],
     ids=str,
 )
 def test_both_sides_of_a_decision_give_the_bits_of_eager_pytorch(

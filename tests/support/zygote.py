@@ -12,6 +12,7 @@ does, but has its ranks forked of a process that it leaves behind for that befor
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import io
@@ -193,6 +194,8 @@ def main() -> None:
     for name in (*EARLY, *sys.argv[1:]):
         importlib.import_module(name)
     if sys.argv[1:]:
+        with contextlib.suppress(ImportError):  # It need not be there.
+            importlib.import_module("transformers.models.llama.modeling_llama")
         _compile_once()
     gc.freeze()
     gc.enable()

@@ -7,10 +7,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 LENGTH = 2048
 
 
-def layers_8() -> nn.Module:
-    return _llama(8)
-
-
 def layers_32() -> nn.Module:
     return _llama(32)
 
