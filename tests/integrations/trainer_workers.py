@@ -24,12 +24,13 @@ from zeroir import ZeroirTrainer
 VOCABULARY = 32
 
 
-def model(layers: int = 1) -> LlamaForCausalLM:
+def model() -> LlamaForCausalLM:
+    """One layer, for models of several equal ones are traced in tests of the frontend and of `bert`."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=layers,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
@@ -40,7 +41,7 @@ def model(layers: int = 1) -> LlamaForCausalLM:
 
 def with_adapters() -> nn.Module:
     """The model with LoRA: peft's where that is installed, otherwise with some parameters frozen."""
-    base = model(layers=2)
+    base = model()
     if find_spec("peft") is None:
         for name, parameter in base.named_parameters():
             parameter.requires_grad_("q_proj" in name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -227,7 +228,9 @@ def trial(root: Path, fault: Fault, expected: list[torch.Tensor]) -> Outcome:
     """Run the scenario with a fault in a process of its own, and look at what is there afterwards."""
     disk, checkpoints = _folders(root)
     context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    # What the scenario would import in each process.
+    lazily = ["torch.fx.experimental.symbolic_shapes", "zeroir.memory.first_fit"]
+    context.set_forkserver_preload([__name__, *lazily])
     child = context.Process(target=_run_child, args=(disk, checkpoints, fault, expected))
     child.start()
     child.join(LIMIT_S)
@@ -254,6 +257,7 @@ def _folders(root: Path) -> tuple[Path, Path]:
 
 
 def _run_child(disk: Path, checkpoints: Path, fault: Fault, expected: list[torch.Tensor]) -> None:
+    gc.freeze()
     try:
         with Injector(folder=str(disk), fault=fault).installed():
             state = scenario(disk, checkpoints)

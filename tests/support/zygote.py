@@ -268,6 +268,7 @@ EARLY = (
     "tests.runtime.workers_cases",
     "tests.support.programs",
     "torch.distributed",
+    "torch.fx.experimental.symbolic_shapes",  # torch imports it where an engine asks what operators make
     "zeroir.frontend",
     "zeroir.runtime.engine.engine",
     "zeroir.runtime.execution.lockstep",
