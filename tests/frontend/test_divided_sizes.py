@@ -15,6 +15,7 @@ from torch.export import Dim
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 import zeroir
+from zeroir.api.running.signatures import left_out
 from zeroir.config.shapes import SizeClass
 from zeroir.errors import ModelWarning
 from zeroir.frontend._torch_size_values import holds_for_each, modulus_of
@@ -138,7 +139,9 @@ def test_the_line_that_asks_for_a_remainder_is_named() -> None:
     with pytest.warns(
         ModelWarning, match=rf"test_divided_sizes\.py:{line} .* only where length % 2 = 1"
     ):
-        Compared(_twice_if_even).engine.close()
+        compared = Compared(_twice_if_even)
+    compared.engine.close()
+    assert left_out(compared.compiled) == ["length = length_by_2*2-1 with length_by_2 from 2 to 12"]
 
 
 def test_a_class_that_does_not_exist_is_no_vector_of_zeros() -> None:
