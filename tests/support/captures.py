@@ -41,7 +41,8 @@ def captured(
     """What the frontend's ``capture`` returns; for a file of the repository, what it returned before."""
     file = model_file.file
     path = None if file is None else file.path.resolve()
-    is_plain = not shapes and opaque is None and (numbers is None or not numbers.values)
+    is_plain = opaque is None and (numbers is None or not numbers.values)
+    is_plain = is_plain and not model_file.classes
     if file is None or path is None or path.parent not in FOLDERS or not is_plain:
         return capture(
             model_file,
@@ -56,7 +57,7 @@ def captured(
         )
     # The digest, lest an edited file is taken for what it was.
     spec = f"{path}:{file.factory}"
-    more = tuple(keep_fp32), evaluate, tuple(outputs)
+    more = tuple(keep_fp32), evaluate, tuple(outputs), tuple(shapes.items())
     made = _captured(spec, file.sha256, precision, *more, 1)
     # Few models depend on the number of ranks.
     if made.ranks in (None, ranks):
@@ -72,6 +73,7 @@ def _captured(
     keep_fp32: tuple[str, ...],
     evaluate: bool,
     outputs: tuple[str, ...],
+    shapes: tuple[tuple[str, tuple[int | None, ...]], ...],
     ranks: int,
 ) -> CapturedModel:
     made = capture(
@@ -80,6 +82,7 @@ def _captured(
         keep_fp32,
         evaluate=evaluate,
         outputs=outputs,
+        shapes=dict(shapes),
         ranks=ranks,
     )
     # It stays, and has so many objects that each later collection would take a tenth of a second for it.
