@@ -41,6 +41,7 @@ from zeroir.torch_ops.replaced.attention import attention
 from zeroir.torch_ops.replaced.ctc import reduced_ctc_loss
 from zeroir.torch_ops.replaced.dropout import dropout
 from zeroir.torch_ops.replaced.grouped import grouped_mm
+from zeroir.torch_ops.replaced.indexing import has_sizes, item_of
 from zeroir.torch_ops.replaced.interpolation import interpolate
 from zeroir.torch_ops.replaced.norm_functions import (
     batch_normed,
@@ -251,6 +252,8 @@ class NeutralOps(TorchFunctionMode):
             return self._wrapped(partial(multiplied, call))(*args, **named_args)
         if stacks_of(func, args, named_args):
             return self._wrapped(partial(multiplied_stacks, call))(*args, *named_args.values())
+        if func is Tensor.__getitem__ and has_sizes(args[1]):
+            return self._wrapped(item_of)(*args)
         if func is F.pad:
             return self._wrapped(partial(padded, call))(*args, **named_args)
         if func in LAYOUT_SENSITIVE:
