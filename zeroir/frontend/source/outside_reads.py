@@ -25,10 +25,11 @@ _LARGE: Final = 1 << 20
 class OutsideReads:
     """What code has read outside Python's objects: paths of ``files`` and names of ``variables``, and who read each.
 
-    The values are lines of the user's code.
+    Of ``paths`` it has asked whether they exist. The values are lines of the user's code.
     """
 
     files: dict[str, str] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
 
     @contextmanager
@@ -36,10 +37,23 @@ class OutsideReads:
         """Note what code reads within the block."""
         environment = type(os.environ)
         plain_open, plain_read = builtins.open, environment.__getitem__
+        plain_stat, is_noting = os.stat, False
 
         def noting_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            self._note_file(file, mode)
+            if _WRITES.isdisjoint(mode):
+                self._note(self.files, file)
             return plain_open(file, mode, *args, **kwargs)
+
+        def noting_stat(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:  # noqa: ANN401
+            nonlocal is_noting
+            # To find the user's line asks for paths, too.
+            if not is_noting:
+                is_noting = True
+                try:
+                    self._note(self.paths, path)
+                finally:
+                    is_noting = False
+            return plain_stat(path, *args, **kwargs)
 
         def noting_read(variables: Any, name: Any) -> Any:  # noqa: ANN401
             line = line_of_call()
@@ -50,16 +64,17 @@ class OutsideReads:
         with (
             mock.patch.object(builtins, "open", noting_open),
             mock.patch.object(io, "open", noting_open),
+            mock.patch.object(os, "stat", noting_stat),
             mock.patch.object(environment, "__getitem__", noting_read),
         ):
             yield
 
-    def _note_file(self, file: object, mode: str) -> None:
-        if not isinstance(file, str | bytes | os.PathLike) or not _WRITES.isdisjoint(mode):
+    def _note(self, notes: dict[str, str], file: object) -> None:
+        if not isinstance(file, str | bytes | os.PathLike):
             return
         path, line = str(Path(os.fsdecode(file)).absolute()), line_of_call()
         if line and not path.endswith(_OF_CODE):
-            self.files.setdefault(path, line)
+            notes.setdefault(path, line)
 
 
 NOTHING_READ: Final = OutsideReads()

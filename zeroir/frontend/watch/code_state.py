@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from pathlib import Path
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -78,6 +79,9 @@ _NAMESPACES: Final = (SimpleNamespace, argparse.Namespace)
 
 _OF_ENVIRONMENT: Final = frozenset(("environ", "getenv"))
 """The attributes of ``os`` by which code reads the environment."""
+
+_VALUES: Final = (bool, int, float, str, list, dict, tuple, set, deque)
+"""Classes of what a script may set in modules of Python and torch; their other objects do not change."""
 
 _PLAIN_VALUES: Final = (bool, int, float, str, type(None))
 _LONGEST_PLAIN_VALUE: Final = 200
@@ -210,6 +214,11 @@ class CodeState:
                 self._closure(function)
         if self.reads.variables or not self.code.of_users.isdisjoint(_OF_ENVIRONMENT):
             self._environment()
+        for path, line in self.reads.paths.items():
+            name = f"The path {path}"
+            self.lines[name] = line
+            self.leaves[name] = (FILE, "exists" if Path(path).exists() else "is missing")
+            self.quick.add_computed(Path(path).exists)
         for path, line in self.reads.files.items():
             name = f"The file {path}"
             self.lines[name] = line
@@ -492,6 +501,8 @@ class CodeState:
                 home = value.__module__ if isinstance(value, type) else value.__name__
                 if not is_known_package(home):
                     self._attributes(name, vars(value), value)
+                elif isinstance(value, ModuleType):
+                    self._attributes_of_library(value)
         elif id(value) in self._seen:
             self.leaves[name] = (type(value), id(value))
         else:
@@ -501,6 +512,17 @@ class CodeState:
                 # Another object may say that it is equal.
                 self.quick.add_computed(lambda: place.value is value)
             self._mutable(name, value)
+
+    def _attributes_of_library(self, module: ModuleType) -> None:
+        """Add values in a module of Python or torch that the user's code reads, such as ``sys.argv``."""
+        space = vars(module)
+        for key in sorted(self.code.of_users & space.keys()):
+            value = space[key]
+            if isinstance(value, _VALUES) and value is not sys.modules:
+                name = f"{module.__name__}.{key}"
+                self.quick.add_global(space, key, value)
+                self.lines.setdefault(name, self.code.attributes.get(key, ""))
+                self._add(name, value)
 
     def _attributes_of_function(self, name: str, function: FunctionType) -> None:
         own = vars(function)
@@ -567,7 +589,7 @@ class CodeState:
             case _ if (held := held_by(value)) is not None:
                 expression, read = held
                 present = read()
-                self.quick.add_computed(lambda: read() is present)
+                self.quick.add_computed(lambda: _is_unchanged(read(), present))
                 self._add(name + expression, present)
             case _:
                 for read_name in names_read_by(value):
@@ -624,7 +646,9 @@ class CodeState:
 
     def _attributes(self, name: str, values: Mapping[str, object], owner: object) -> None:
         """Add those attributes of an object, a class or a Python module that the code of a step mentions."""
-        if not isinstance(owner, type | ModuleType):
+        is_object = not isinstance(owner, type | ModuleType)
+        home: object = type(owner).__module__  # That of a class in C may be no text.
+        if is_object or (isinstance(home, str) and not is_known_package(home)):
             self.code.add_class(type(owner))
             self.code.follow()
         contents = None if isinstance(owner, ModuleType) else dict(values)
@@ -648,6 +672,12 @@ class CodeState:
 def _is_of_torch(value: object) -> TypeGuard[ModuleType]:
     """Return whether an object is a Python module of torch."""
     return isinstance(value, ModuleType) and value.__name__.partition(".")[0] == "torch"
+
+
+def _is_unchanged(value: object, before: object) -> bool:
+    """Return whether a value is the same object, or an equal plain one."""
+    is_plain = isinstance(before, PLAIN) and type(value) is type(before)
+    return value is before or (is_plain and value == before)
 
 
 def _are_identical(

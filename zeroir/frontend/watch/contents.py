@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import configparser
+import ctypes
 import functools
 import gc
+import logging
 import operator
+import queue
 import threading
 import weakref
 import zlib
+from _thread import LockType
 from array import array
 from collections import ChainMap, UserDict, UserList, UserString
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from typing import TypeGuard
 
 from zeroir.frontend.source.namespaces import PLAIN
 from zeroir.torch_ops.followed_numbers import text_of
@@ -19,12 +25,20 @@ from zeroir.torch_ops.followed_numbers import text_of
 
 def checksum_of(value: object) -> Callable[[], int] | None:
     """Return a function that computes a checksum of an array's, scalar's or buffer's values; None for other objects."""
-    if isinstance(value, array | bytearray):
+    if isinstance(
+        value, array | bytearray | memoryview | ctypes.Array | ctypes.Structure
+    ) or _is_of_c(value):
         return lambda: zlib.crc32(value)
-    content = getattr(value, "tobytes", None)
-    if type(value).__module__ != "numpy" or content is None:
+    # Objects of the user's may compute any attribute.
+    content = getattr(value, "tobytes", None) if type(value).__module__ == "numpy" else None
+    if content is None:
         return None
     return lambda: zlib.crc32(content())
+
+
+def _is_of_c(value: object) -> TypeGuard[bytearray]:
+    """Return whether an object is a number of ``ctypes``, whose memory can be read."""
+    return any(kind.__name__ == "_SimpleCData" for kind in type(value).__mro__)
 
 
 def held_by(value: object) -> tuple[str, Callable[[], object]] | None:
@@ -40,6 +54,20 @@ def held_by(value: object) -> tuple[str, Callable[[], object]] | None:
             return ".get()", lambda: _value_of(value)
         case threading.local():
             return ".__dict__", lambda: vars(value)
+        case threading.Event():
+            return ".is_set()", value.is_set
+        case LockType():
+            return ".locked()", value.locked
+        case configparser.RawConfigParser():
+            return "", lambda: vars(value)["_sections"]
+        case configparser.SectionProxy():
+            return ".parser", lambda: value.parser
+        case queue.Queue():
+            return ".queue", lambda: value.queue
+        case logging.Logger():
+            return ".getEffectiveLevel()", value.getEffectiveLevel
+        case _ if type(value).__module__ == "multiprocessing.sharedctypes":
+            return ".get_obj()", getattr(value, "get_obj")  # noqa: B009
         case _:
             return None
 

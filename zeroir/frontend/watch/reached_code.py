@@ -11,6 +11,7 @@ import dis
 import functools
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ _LOADS_GLOBAL: Final = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 _LOADS_ATTRIBUTE: Final = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"))
 _READS_ANY_NAME: Final = frozenset(("getattr", "vars", "globals", "eval", "exec", "__dict__"))
 """Names of functions and attributes by which code may read what it does not mention."""
+
+_READS_ANY_GLOBAL: Final = frozenset(("globals", "eval", "exec"))
+"""Names of functions by which code may read globals that only its texts mention."""
 
 _OF_COMPARISONS: Final = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__")
 _OF_TEXTS: Final = ("__format__", "__str__", "__repr__")
@@ -169,7 +173,7 @@ class ReachedCode:
                 self._add(value.__func__)
             case property():
                 self._add(value.fget)
-            case functools.cached_property():
+            case functools.cached_property() | functools.partialmethod():
                 self._add(value.func)
             case FunctionType():
                 if id(value) in self._seen:
@@ -225,6 +229,9 @@ class ReachedCode:
                     pass
             if name in _READS_ANY_NAME and is_users:
                 self.reads_any_name = True
+            if name in _READS_ANY_GLOBAL and is_users:
+                for word in sorted(_words_in(code) & function.__globals__.keys()):
+                    self._mention_global(function, word, line)
         for value in [] if is_torchs else closure_values(function):
             self._follow_users(value)
             if is_users:
@@ -299,6 +306,14 @@ def _is_called_by_python(name: str, *, is_known: bool) -> bool:
     if is_known:
         return name in ("__call__", "__getattr__")
     return name.startswith("__") and name.endswith("__") and name not in _NOT_OF_STEPS
+
+
+def _words_in(code: CodeType) -> frozenset[str]:
+    """Return the words in the texts of a function."""
+    texts = [each for each in code.co_consts if isinstance(each, str)]
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    words = (word for text in texts for word in re.findall(r"\w+", text))
+    return frozenset(words).union(*map(_words_in, inner))
 
 
 @cache

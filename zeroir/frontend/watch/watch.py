@@ -250,6 +250,9 @@ def _change_and_remedy(name: str, old: Leaf | None, new: Leaf | None, line: str)
             subject = f"A hook of {owner or 'the model'}"
             value, before = ("has gone", "ran") if new is None else ("is there", "was not")
             remedy = "or read outputs of the program instead (outputs=)"
+        case (kind, _) if kind == FILE and name.startswith("The path"):
+            value = "exists" if new == (FILE, "exists") else "is missing"
+            before = "was not so"
         case (kind, _) if kind == FILE:
             value, before = "has other contents", "had not"
         case (kind, *_) if kind is CodeType:
