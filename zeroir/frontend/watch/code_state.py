@@ -304,7 +304,7 @@ class CodeState:
         self.leaves[f"{path}.training".strip(".")] = (module.training,)
         self._seen[id(type(module))] = type(module)
         self.leaves[f"{path}.__class__".strip(".")] = (type, id(type(module)))
-        self.quick.add_attribute(module, "__class__", type(module))
+        self.quick.add_instance(module)
         for name, child in module._modules.items():
             self._seen[id(child)] = child
             self.leaves[f"{path}.{name}".strip(".")] = (nn.Module, type(child).__name__, id(child))
@@ -605,7 +605,7 @@ class CodeState:
         if isinstance(value, nn.Module) or checksum_of(value) is not None:
             return
         self._classes(value)
-        self.quick.add_attribute(value, "__class__", kind)
+        self.quick.add_instance(value)
         if hasattr(value, "__dict__"):
             self._attributes(name, vars(value), value)
         elif hasattr(kind, "__slots__"):

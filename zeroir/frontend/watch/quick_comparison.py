@@ -33,6 +33,8 @@ class QuickComparison:
     _globals: list[tuple[Mapping[str, object], str, object]] = field(default_factory=list)
     _cells: list[tuple[CellType, object]] = field(default_factory=list)
     _attributes: list[tuple[object, str, object]] = field(default_factory=list)
+    _instances: list[object] = field(default_factory=list)
+    _classes: list[type] = field(default_factory=list)
     _tensors: list[Tensor] = field(default_factory=list)
     _versions: list[int] = field(default_factory=list)
     _parameters: list[Tensor] = field(default_factory=list)
@@ -56,6 +58,11 @@ class QuickComparison:
     def add_attribute(self, owner: object, name: str, value: object) -> None:
         """Compare an attribute by its identity."""
         self._attributes.append((owner, name, value))
+
+    def add_instance(self, value: object) -> None:
+        """Compare the class of an object."""
+        self._instances.append(value)
+        self._classes.append(type(value))
 
     def add_tensor(self, tensor: Tensor, version: int) -> None:
         """Compare the version of a tensor."""
@@ -88,6 +95,7 @@ class QuickComparison:
                 and all(map(operator.eq, self._containers, self._contents))
                 and all(space.get(name, MISSING) is value for space, name, value in self._globals)
                 and all(cell.cell_contents is value for cell, value in self._cells)
+                and list(map(type, self._instances)) == self._classes
                 and all(getattr(owner, name) is value for owner, name, value in self._attributes)
                 and list(map(version_of, self._tensors)) == self._versions
                 and all(compute() == value for compute, value in self._computed)
