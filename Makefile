@@ -4,6 +4,9 @@ STAMP := .venv/.stamp
 # DeepSpeed, for the test of its guide alone: transformers, accelerate and Lightning work otherwise where they can import it.
 PEERS := .venv/peers
 DEEPSPEED := deepspeed einops hjson ninja py-cpuinfo
+# Triton and the headers of CUDA, for tests of what Inductor compiles for GPUs: it compiles otherwise where it can import Triton.
+DEVICE := .venv/device
+FOR_GPUS := triton nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl
 # One thread per process: ranks and test workers share the cores between them.
 export OMP_NUM_THREADS ?= 1
 # Hundreds of processes of the tests import the same modules: byte code is kept, whatever the user's shell says.
@@ -25,6 +28,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --upgrade --target $(PEERS) $(DEEPSPEED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --upgrade --target $(DEVICE) $(FOR_GPUS)
 	touch $@
 
 demo: setup  ## compile, show and train a small GPT on two CPU ranks (about a minute)

@@ -183,6 +183,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "engine": _rows,
     "compile": _rows,
     "shapes": _rows,
+    "gpu-kernels": _rows,
     "first-step": _rows,
     "predict": _rows,
     "checkers": _rows,

@@ -76,12 +76,14 @@ def compile_library(
     device: torch.device,
     *,
     host_inputs: frozenset[int] = frozenset(),
+    unaligned_inputs: frozenset[int] = frozenset(),
     dims: Sequence[Dim] = (),
 ) -> None:
     """Compile a graph of torch operators that returns nothing into ``folder``, with additional decompositions.
 
-    ``inputs`` are the types of the graph's inputs; those in ``host_inputs`` are on the host. With ``dims`` the graph
-    has one input before these, a tensor on the host whose shape has the values of the dims.
+    ``inputs`` are the types of the graph's inputs; those in ``host_inputs`` are on the host, and those in
+    ``unaligned_inputs`` may begin anywhere. With ``dims`` the graph has one input before these, a tensor on the host
+    whose shape has the values of the dims.
 
     Raises:
         SizesError: where the code would be right for some values of the dims only.
@@ -97,12 +99,13 @@ def compile_library(
         mode = FakeTensorMode(shape_env=symbols, static_shapes=True)
         with torch.no_grad(), mode, symbols.in_use():
             examples = [
+                # Inductor expects an input to be aligned if its example's offset is a multiple of the alignment.
                 torch.empty_strided(
-                    symbols.of(kind.shape),
-                    symbols.of(kind.stride),
+                    [2, *symbols.of(kind.shape)],
+                    [1, *symbols.of(kind.stride)],
                     dtype=TORCH_DTYPE[kind.dtype],
                     device="cpu" if index in host_inputs else device,
-                )
+                )[1 if index in unaligned_inputs else 0]
                 for index, kind in enumerate(inputs)
             ]
             if dims:

@@ -93,6 +93,7 @@ def compile_segment(request: Request, stand_ins: StandIns) -> None:
         Path(request.folder),
         device,
         host_inputs=graph.host_inputs(request.segment),
+        unaligned_inputs=graph.unaligned_inputs(request.segment, request.bindings),
         dims=request.dims,
     )
 

@@ -66,6 +66,20 @@ def input_types(segment: Segment, bindings: Sequence[Binding | None]) -> list[Te
     return types
 
 
+def unaligned_inputs(segment: Segment, bindings: Sequence[Binding | None]) -> frozenset[int]:
+    """Return the inputs, as ``input_types`` numbers them, that compiled code must not expect to be aligned.
+
+    They are direct destinations. An input that is expected to be aligned, and is not, is copied to memory that is
+    before the kernel runs: the kernel would write to the copy. Scratch tensors have their own memory.
+    """
+    direct = enumerate(graph_outputs(bindings).direct, start=len(segment.inputs))
+    return frozenset(
+        index
+        for index, output in direct
+        if (binding := bindings[output]) is not None and not binding.is_aligned
+    )
+
+
 def kernel_dims(segment: Segment, bindings: Sequence[Binding | None]) -> tuple[Dim, ...]:
     """Return the dims on which sizes of a segment or its destinations depend, in the order of their names."""
     sizes = sizes_in((segment.inputs, segment.nodes, tuple(bindings)))

@@ -11,14 +11,12 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 
 import zeroir
 from tests.memory.nodes import bound, segment_of
@@ -34,6 +32,7 @@ from tests.runtime.support import (
 from tests.support.lockstep import run_lockstep
 from tests.support.models import operators
 from tests.support.programs import mlp
+from tests.support.recorded_calls import RecordingKernels, copies
 from tests.support.zygote import second_zygote
 from zeroir.api.model_of_program import load_model
 from zeroir.api.running.engines import kernel_backend
@@ -42,16 +41,13 @@ from zeroir.config import FloatName
 from zeroir.errors import KernelWarning, UserError
 from zeroir.ir.ops import Mode
 from zeroir.ir.segments.bindings import Binding
-from zeroir.ir.segments.segment import Segment
 from zeroir.runtime.engine import opened_program
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.engine.opened_program import EngineSettings
 from zeroir.runtime.kernels import compile_pool
-from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.cache import KernelCache, kernel_key
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.differences import tolerance
-from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.runtime.kernels.inductor import InductorKernels
 
 CPU = torch.device("cpu")
@@ -63,61 +59,6 @@ MODELS: Mapping[str, tuple[Path, FloatName]] = {
 LOSS_BOUND = {"fp32": 1e-5, "bf16": 2**-6}
 """Relative differences of losses in a few steps: in FP32 what an optimizer that looks at signs makes of roundings, in
 bf16 a few roundings."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A segment as a step called it, with what it read, held before and wrote."""
-
-    segment: Segment
-    bindings: tuple[Binding | None, ...]
-    arguments: list[Tensor]
-    before: list[Tensor | None]
-    after: list[Tensor | None]
-
-
-@dataclass
-class Recording:
-    """Eager kernels that keep the first call of everything they compile."""
-
-    compiles_dims: ClassVar[bool] = False
-
-    calls: list[Call] = field(default_factory=list)
-    inner: EagerKernels = field(default_factory=lambda: EagerKernels(CPU))
-    seen: dict[tuple[str, tuple[Binding | None, ...]], Kernel] = field(default_factory=dict)
-
-    def compile(self, segment: Segment, bindings: Sequence[Binding | None]) -> Kernel:
-        key = (segment.digest(), tuple(bindings))
-        kernel, is_recorded = self.inner.compile(segment, bindings), key in self.seen
-
-        def run(arguments: Sequence[Tensor], destinations: Sequence[Tensor | None]) -> None:
-            nonlocal is_recorded
-            if is_recorded:
-                kernel(arguments, destinations)
-                return
-            is_recorded = True
-            read, before = [held(one) for one in arguments], copies(destinations)
-            kernel(arguments, destinations)
-            after = copies(destinations)
-            self.calls.append(Call(segment, tuple(bindings), read, before, after))
-
-        return self.seen.setdefault(key, run)
-
-    def at(self, values: Mapping[str, int]) -> Recording:
-        del values
-        return self
-
-    def finish(self) -> None:
-        pass
-
-
-def held(tensor: Tensor) -> Tensor:
-    """A copy with the same strides."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
-
-
-def copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if tensor is None else held(tensor) for tensor in tensors]
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +103,7 @@ def test_every_segment_and_whole_steps_agree_with_eager(
     )
     model_file = load_model(compiled.artifact, compiled.path)
     batch = model_file.batch()
-    recording = Recording()
+    recording = RecordingKernels()
     with monkeypatch.context() as patch:
         patch.setattr(opened_program, "open_kernels", lambda *_: recording)
         engine = open_engine(compiled, KernelBackend.EAGER)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from zeroir.ir.ops import Compute, Mode
 from zeroir.ir.segments.segment import Segment
+from zeroir.ir.sizes import Size, exact_quotient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,13 +16,18 @@ class Binding:
     """The binding of one output of a segment to its destination.
 
     ``stride`` are the destination's strides. ``is_exclusive`` says that nothing else in the call accesses its memory,
-    so that a kernel may write to it before it has read all its arguments.
+    so that a kernel may write to it before it has read all its arguments. ``is_aligned`` says that the destination has
+    several elements and begins at a multiple of ``ALIGNMENT_NUMEL`` elements of its buffer.
     """
 
     mode: Mode
     stride: tuple[int, ...]
     is_exclusive: bool
+    is_aligned: bool = True
 
+
+ALIGNMENT_NUMEL: Final = 16
+"""With elements of any size, the 16 bytes to which compiled code for GPUs expects its tensors to be aligned."""
 
 Bindings = Sequence[Binding | None]
 """One per output of a segment; None if the call drops the output."""
@@ -48,9 +55,18 @@ def bindings(op: Compute) -> list[Binding | None]:
                 mode=destination.mode,
                 stride=destination.view.stride,
                 is_exclusive=len(overlapping) == itself,
+                # Destinations of one element, such as the losses of several micro-batches, share a kernel.
+                is_aligned=region.numel != 1 and _is_aligned(start),
             )
         )
     return bound
+
+
+def _is_aligned(offset: int) -> bool:
+    """Return whether an offset is a multiple of the alignment, for all values of the dims on which it depends."""
+    if isinstance(offset, Size):
+        return exact_quotient(offset, ALIGNMENT_NUMEL) is not None
+    return offset % ALIGNMENT_NUMEL == 0
 
 
 def plain_bindings(segment: Segment) -> list[Binding | None]:
