@@ -146,7 +146,7 @@ def _check_unchanged(
     before: list[dict[str, list[tuple[int, int, int, int]]]],
     report: Report,
 ) -> None:
-    """A save changes snapshots alone; an evaluation changes its loss and its outputs; nothing changes a batch."""
+    """A save changes snapshots alone, an evaluation its loss, outputs and gradients; nothing changes a batch."""
     names = machine.names
     if visit.section not in {"save", "evaluate"}:
         for rank, memory in machine.everyone:
@@ -171,7 +171,8 @@ def _check_unchanged(
     )
     for rank, memory in machine.everyone:
         for name, buffer in names.buffers.items():
-            if buffer.holds is None or name in free:
+            is_made_anew = visit.section == "evaluate" and buffer.role == "grad"
+            if buffer.holds is None or name in free or is_made_anew:
                 continue
             if buffer.role == "snapshot" and visit.section == "save":
                 copied = buffer.holds
