@@ -21,7 +21,7 @@ from tools import record_file
 ROOT: Final = Path(__file__).parents[1]
 ARCHITECTURES: Final = (90, 80, 100)
 HEAD: Final = [
-    *("model", "precision", "segments", "as a function", "launches of kernels"),
+    *("model", "precision", "segments", "as functions", "launches of kernels"),
     *("unaligned destinations", "binaries for", "results beyond the bound"),
 ]
 

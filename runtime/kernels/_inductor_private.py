@@ -8,7 +8,7 @@ Compiling imports the compiler, which takes seconds and about 120 MB, and happen
 A library reads its arguments and writes its destinations, which are inputs of its function like the arguments; it
 returns nothing. Its interface is one function (``segment.h``). AOTInductor's own interface (``interface.h``, with a
 container of models) takes three times as long to compile as the segment. It is used only where it is necessary: for
-constants, and for operators without a C function in torch.
+constants, and for operators that no C function can call, neither one of torch's nor one of ``operator_calls``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from zeroir.errors import InternalError
 from zeroir.ir.segments.segment import TensorType
 from zeroir.ir.sizes import Dim
 from zeroir.runtime.device.driver import driver
+from zeroir.runtime.kernels.operator_calls import OperatorCall, function_name, operator_calls
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 LIBRARY: Final = "kernel.so"
 EXTERN_CALLS: Final = "kernel.json"
-"""A file beside the library that describes its calls of operators without a C function in torch."""
+"""A file beside the library that describes its calls of operators without a C function."""
 
 _SEGMENT_HEADER: Final = Path(__file__).with_name("segment.h")
 _FUNCTION: Final = "zeroir_run"
@@ -121,7 +122,7 @@ def compile_library(
 
     _lower_ours()
     try:
-        with _as_function(folder) as options:
+        with _as_function(folder, operator_calls(graph.graph, device)) as options:
             compile_with(options)
             if not _describes_calls(folder):
                 _keep_only(folder, LIBRARY)
@@ -172,25 +173,42 @@ def _compile(
 
 
 @contextmanager
-def _as_function(folder: Path) -> Iterator[Mapping[str, object]]:
+def _as_function(
+    folder: Path, calls: Mapping[torch._ops.OpOverload, OperatorCall]
+) -> Iterator[Mapping[str, object]]:
     """Yield options that compile a segment as one function, ``segment.h``, instead of AOTInductor's container.
 
     They are the options of a model for static linking: its class has its own name, declared in a header of that name.
-    Torch writes that header unless it exists.
+    Torch writes that header unless it exists. The segment calls operators by the functions ``calls``.
     """
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    name_in_torch = CppWrapperCpu.get_c_shim_func_name
+
+    def name_of(kernel: str, device: str) -> str:
+        """Return the function that calls an operator; torch's name would be that of a function for its own ``op``."""
+        is_ours = any(operator._schema.name == kernel for operator in calls)
+        return function_name(kernel, device) if is_ours else name_in_torch(kernel, device)
 
     # The name is also that of a lock between processes.
     name = f"Segment{hashlib.sha256(bytes(folder)).hexdigest()[:16]}"
     declared = f"#define ZEROIR_MODEL AOTInductorModel{name}\n{_SEGMENT_HEADER.read_text()}"
+    definitions = "\n".join(call.definition for call in calls.values())
+    declared += f'extern "C" {{\n{definitions}\n}}\n'
     (folder / f"{name}.h").write_text(declared)
     options = {
         "aot_inductor.dynamic_linkage": False,
         "aot_inductor.model_name_for_generated_files": name,
+        "aot_inductor.custom_ops_to_c_shims": {
+            operator: [call.declaration] for operator, call in calls.items()
+        },
     }
     # An environment variable enables these checks at run time, but they take as long to compile as the rest.
     checks = "generate_input_output_runtime_checks"
-    with _replaced(CppWrapperCpu, checks, lambda _: None):
+    with (
+        _replaced(CppWrapperCpu, checks, lambda _: None),
+        _replaced(CppWrapperCpu, "get_c_shim_func_name", staticmethod(name_of)),
+    ):
         yield options
 
 

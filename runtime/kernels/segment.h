@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <iostream>
 #include <memory>
@@ -94,20 +95,44 @@ inline void __check_inputs_outputs(AtenTensorHandle*, AtenTensorHandle*) {}
 #define ZEROIR_EMBEDDING_GRADIENT aoti_torch_cpu_embedding_gradient
 #endif
 
+namespace zeroir {
+
+// Arguments of operators as the dispatcher takes them; it takes tensors over.
+inline StableIValue value(AtenTensorHandle tensor) {
+  AtenTensorHandle held;
+  AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor, &held));
+  return reinterpret_cast<StableIValue>(held);
+}
+
+inline StableIValue value(double number) {
+  StableIValue bits = 0;
+  std::memcpy(&bits, &number, sizeof(number));
+  return bits;
+}
+
+inline StableIValue value(std::int64_t number) {
+  return static_cast<StableIValue>(number);
+}
+
+inline StableIValue value(std::int32_t boolean) {
+  return boolean != 0 ? 1 : 0;
+}
+
+template <typename T>
+StableIValue optional(T* argument) {
+  return argument == nullptr ? 0 : reinterpret_cast<StableIValue>(new StableIValue(value(*argument)));
+}
+
+} // namespace zeroir
+
 // zeroir::embedding_gradient, called as torch's C functions for operators are.
 inline AOTITorchError ZEROIR_EMBEDDING_GRADIENT(
     AtenTensorHandle out,
     AtenTensorHandle grad,
     AtenTensorHandle indices,
     std::int64_t padding_idx) {
-  AtenTensorHandle tensors[] = {out, grad, indices};
-  StableIValue stack[4];
-  for (int i = 0; i < 3; ++i) {
-    AtenTensorHandle held; // the dispatcher takes it over
-    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensors[i], &held));
-    stack[i] = reinterpret_cast<StableIValue>(held);
-  }
-  stack[3] = static_cast<StableIValue>(padding_idx);
+  StableIValue stack[] = {
+      zeroir::value(out), zeroir::value(grad), zeroir::value(indices), zeroir::value(padding_idx)};
   return aoti_torch_call_dispatcher("zeroir::embedding_gradient", "", stack);
 }
 

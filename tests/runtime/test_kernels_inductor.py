@@ -147,6 +147,23 @@ def test_compiled_code_calls_an_operator_of_the_model() -> None:
     assert all(map(torch.equal, results, operators.power(x, [1, 2], 0.5, way="mean")))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_function_calls_operators_whose_arguments_are_tensors_and_numbers(cache: Path) -> None:
+    """Where they are others, such as lists, Inductor calls them through a container."""
+    before = set(cache.rglob("kernel.json"))
+    x, bias = torch.randn(2, 3), torch.randn(3)
+    arguments = (x, bias, None, True, 3, 0.25, None, 0.5)
+    segment, tensors = segment_of(str(operators.mixed._opoverload), *arguments)
+    kernels = InductorKernels(CPU)
+    kernel = kernels.compile(segment, bound(segment))
+    kernels.finish()
+    results = [torch.zeros(2, 3), torch.zeros(())]
+    kernel(tensors, results)
+    assert all(map(torch.equal, results, operators.mixed(*arguments)))
+    assert set(cache.rglob("kernel.json")) == before
+
+
 TOLERANT_STEPS = 3
 LOADING = """
 import sys, json, torch

@@ -33,6 +33,29 @@ def _(grad: Tensor, *_: object) -> Tensor:
     return torch.empty_like(grad)
 
 
+@torch.library.custom_op("samples::mixed", mutates_args=())
+def mixed(
+    x: Tensor,
+    bias: Tensor | None,
+    add: Tensor | None,
+    negate: bool,
+    times: int,
+    scale: float,
+    factor: float | None,
+    shift: float | None,
+) -> tuple[Tensor, Tensor]:
+    """A result of arguments of each kind that a C function takes, and the number of elements."""
+    result = x * times * scale * (factor or 1.0) + (shift or 0.0)
+    for term in (bias, add):
+        result = result if term is None else result + term
+    return -result if negate else result, torch.tensor(float(x.numel()))
+
+
+@mixed.register_fake
+def _(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(())
+
+
 class _Context(torch.autograd.function.FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
     exponents: list[int]
