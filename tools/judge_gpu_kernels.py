@@ -26,7 +26,7 @@ HEAD: Final = [
 ]
 
 
-class Case(NamedTuple):
+class JudgedModel(NamedTuple):
     """A model file, and the options that it is compiled with."""
 
     path: str
@@ -35,17 +35,17 @@ class Case(NamedTuple):
 
 
 CASES: Final = {
-    "GPT": Case("examples/gpt.py"),
-    "Llama, grouped heads": Case("tests/support/models/llama.py", "bf16"),
-    "BERT, masked attention": Case("tests/support/models/bert.py", "bf16"),
-    "T5": Case("tests/support/models/t5.py"),
-    "ViT": Case("tests/support/models/vit.py", "fp16"),
-    "convolutions and BatchNorm": Case("tests/support/models/convnet.py", evaluate=True),
-    "mixture of experts": Case("tests/support/models/experts.py:mixtral"),
+    "GPT": JudgedModel("examples/gpt.py"),
+    "Llama, grouped heads": JudgedModel("tests/support/models/llama.py", "bf16"),
+    "BERT, masked attention": JudgedModel("tests/support/models/bert.py", "bf16"),
+    "T5": JudgedModel("tests/support/models/t5.py"),
+    "ViT": JudgedModel("tests/support/models/vit.py", "fp16"),
+    "convolutions and BatchNorm": JudgedModel("tests/support/models/convnet.py", evaluate=True),
+    "mixture of experts": JudgedModel("tests/support/models/experts.py:mixtral"),
 }
 
 
-def row(name: str, case: Case) -> list[str]:
+def row(name: str, case: JudgedModel) -> list[str]:
     """Judge a model, and return its row of the table.
 
     Raises:
