@@ -32,7 +32,7 @@ from zeroir.errors import InternalError
 from zeroir.ir.segments.segment import TensorType
 from zeroir.ir.sizes import Dim
 from zeroir.runtime.device.driver import driver
-from zeroir.runtime.kernels.operator_calls import OperatorCall, function_name, operator_calls
+from zeroir.runtime.kernels.operator_calls import CFunction, function_name, operator_calls
 from zeroir.torch_ops.types import TORCH_DTYPE
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _compile(
 
 @contextmanager
 def _as_function(
-    folder: Path, calls: Mapping[torch._ops.OpOverload, OperatorCall]
+    folder: Path, calls: Mapping[torch._ops.OpOverload, CFunction]
 ) -> Iterator[Mapping[str, object]]:
     """Yield options that compile a segment as one function, ``segment.h``, instead of AOTInductor's container.
 

@@ -29,7 +29,7 @@ _PREFIX: Final = "zeroir_operator"
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorCall:
+class CFunction:
     """A C function that calls an operator: its declaration, and its definition in C++."""
 
     declaration: str
@@ -38,7 +38,7 @@ class OperatorCall:
 
 def operator_calls(
     graph: torch.fx.Graph, device: torch.device
-) -> dict[torch._ops.OpOverload, OperatorCall]:
+) -> dict[torch._ops.OpOverload, CFunction]:
     """Return a function for each operator of a graph that is not torch's own, where its types allow that."""
     operators = dict.fromkeys(
         node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)
@@ -56,7 +56,7 @@ def function_name(operator: str, device: str) -> str:
     return f"{_PREFIX}_{device}_{operator.replace('::', '_')}"
 
 
-def _call(operator: torch._ops.OpOverload, device: torch.device) -> OperatorCall | None:
+def _call(operator: torch._ops.OpOverload, device: torch.device) -> CFunction | None:
     schema = operator._schema
     if not all(str(value.real_type) == "Tensor" for value in schema.returns):
         return None
@@ -83,7 +83,7 @@ def _call(operator: torch._ops.OpOverload, device: torch.device) -> OperatorCall
         "return AOTI_TORCH_SUCCESS;",
     ]
     body = "\n  ".join(lines)
-    return OperatorCall(declaration=head, definition=f"inline {head} {{\n  {body}\n}}")
+    return CFunction(declaration=head, definition=f"inline {head} {{\n  {body}\n}}")
 
 
 def _parameters(arguments: Iterable[Argument]) -> list[str]:
