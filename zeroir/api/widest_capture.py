@@ -78,7 +78,7 @@ class _Capture(NamedTuple):
     def of(cls, trace: Callable[[], Captured], reason: str) -> _Capture:
         """Trace; ``reason`` is a phrase on the sizes that the trace is for, if these are fewer."""
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.filterwarnings("always", category=ModelWarning)
             captured = trace()
         notes: list[str] = []
         for each in caught:
