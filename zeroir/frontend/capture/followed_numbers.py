@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from zeroir.frontend.source.source import ModelSource
-from zeroir.frontend.watch.code_state import CodeState, NumberPlace
+from zeroir.frontend.watch.code_state import CodeState
 from zeroir.frontend.watch.reached_code import ReachedCode
+from zeroir.frontend.watch.walk import NumberPlace
 from zeroir.torch_ops.followed_numbers import (
     FollowedNumbers,
     Number,

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from zeroir.errors import ChangedCodeError
 from zeroir.frontend.source.outside_reads import NOTHING_READ, OutsideReads
 from zeroir.frontend.source.source import ModelSource
-from zeroir.frontend.watch.code_state import FILE, HOOK, SETTING, CodeState, Leaf
+from zeroir.frontend.watch.code_state import CodeState
 from zeroir.frontend.watch.live_modules import LiveModules
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.stored_tensors import NOTHING_KEPT, KeptTensors
+from zeroir.frontend.watch.walk import FILE, HOOK, SETTING, Leaf
 from zeroir.ir.reports import Storing
 from zeroir.torch_ops.followed_numbers import FollowedNumbers, is_number
 from zeroir.torch_ops.frozen_modules import users_module
