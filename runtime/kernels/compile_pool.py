@@ -21,6 +21,7 @@ import zeroir
 from zeroir.artifact.cache_folder import cache_folder
 from zeroir.runtime.kernels.cache import KernelCache
 from zeroir.runtime.kernels.compile_worker import Request, packed, receive, send
+from zeroir.runtime.kernels.cuda_toolkit import cuda_toolkit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,9 @@ def _start() -> subprocess.Popen[bytes]:
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
     # Segments are already compiled in parallel; for a GPU's kernels Inductor would start as many processes again.
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # Torch looks for a toolkit, but not for headers that pip has installed.
+    if (toolkit := cuda_toolkit()) is not None:
+        environment.setdefault("CUDA_HOME", str(toolkit))
     # The worker is not a rank of the job.
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)

@@ -38,6 +38,7 @@ from zeroir.runtime.kernels.cache import KernelCache, kernel_key
 from zeroir.runtime.kernels.compile_pool import HostShare, compile_missing
 from zeroir.runtime.kernels.compile_worker import Request
 from zeroir.runtime.kernels.cpp_library import NO_COMPILER, cpp_compiler
+from zeroir.runtime.kernels.cuda_toolkit import NO_HEADERS, cuda_toolkit
 from zeroir.runtime.kernels.eager import EagerKernels
 from zeroir.torch_ops.opaque import words_of
 from zeroir.torch_ops.purity import declarations
@@ -98,13 +99,15 @@ class InductorKernels:
         missing, self._missing = self._missing, {}
         if not missing:
             return
-        if cpp_compiler() is not None:
+        if cpp_compiler() is None:
+            errors = dict.fromkeys(missing, NO_COMPILER)
+        elif self._device.type == "cuda" and not torch.version.hip and cuda_toolkit() is None:
+            errors = dict.fromkeys(missing, NO_HEADERS)
+        else:
             try:
                 errors = compile_missing(missing, self._cache, self._host_share)
             except OSError as error:
                 errors = dict.fromkeys(missing, str(error))
-        else:
-            errors = dict.fromkeys(missing, NO_COMPILER)
         for key in missing:
             if key not in errors and not self._load(key, self._kernels[key]):
                 errors[key] = "the compiled library does not load."

@@ -44,7 +44,7 @@ from zeroir.ir.segments.bindings import Binding
 from zeroir.runtime.engine import opened_program
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.engine.opened_program import EngineSettings
-from zeroir.runtime.kernels import compile_pool
+from zeroir.runtime.kernels import compile_pool, inductor
 from zeroir.runtime.kernels.cache import KernelCache, kernel_key
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.kernels.differences import tolerance
@@ -301,6 +301,18 @@ def test_without_a_compiler_eager_kernels_take_over_with_one_warning(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert mlp_losses(KernelBackend.INDUCTOR) == found
+
+
+def test_without_headers_of_cuda_a_warning_says_how_to_install_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inductor, "cuda_toolkit", lambda: None)
+    monkeypatch.setattr(inductor, "kernel_key", lambda *_: "key")
+    kernels = InductorKernels(torch.device("cuda"), folder=tmp_path)
+    segment, _ = segment_of("aten.relu.default", torch.ones(2))
+    kernels.compile(segment, bound(segment))
+    with pytest.warns(KernelWarning, match=r"no headers of CUDA; run `pip install nvidia-cuda"):
+        kernels.finish()
 
 
 def test_unknown_kernels_are_named() -> None:
