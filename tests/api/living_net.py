@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,3 +113,24 @@ def restored(*nets: nn.Module) -> Iterator[None]:
                         setattr(module, key, value)
         for parameter, is_trained in zip(parameters, trained, strict=True):
             parameter.requires_grad_(is_trained)
+
+
+def require_counted(read: Callable[[], Any], change: Callable[[], object]) -> None:
+    """Check that a step has eager PyTorch's loss after a change of what the loss reads, and another one than before."""
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        value: Tensor = (net(x) * read()).square().mean()
+        return value
+
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    compiled = zeroir.compile(net, X, loss=loss, lr=0.0, evaluate=False, world_size=1)
+    engine = compiled.engine(self_check=False)
+    before = engine.step(X).loss
+    assert engine.step(X).loss == before
+    change()
+    after = engine.step(X).loss
+    engine.close()
+    assert after != before
+    with torch.no_grad():
+        assert after == float(loss(net, X))

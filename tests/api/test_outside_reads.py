@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroir
-from tests.api.living_net import X
+from tests.api.living_net import X, require_counted
 from zeroir.errors import UserError
 
 VARIABLE = "ZEROIR_FACTOR_OF_A_TEST"
@@ -68,22 +68,7 @@ def test_what_a_step_reads_outside_counts(
     mask.cache_clear()
     mask(2)
 
-    def loss(net: nn.Module, x: Tensor) -> Tensor:
-        value: Tensor = (net(x) * read()).square().mean()
-        return value
-
-    torch.manual_seed(0)
-    net = nn.Linear(4, 2)
-    compiled = zeroir.compile(net, X, loss=loss, lr=0.0, evaluate=False, world_size=1)
-    engine = compiled.engine(self_check=False)
-    before = engine.step(X).loss
-    assert engine.step(X).loss == before
-    change()
-    after = engine.step(X).loss
-    engine.close()
-    assert after != before
-    with torch.no_grad():
-        assert after == float(loss(net, X))
+    require_counted(read, change)
 
 
 def test_a_change_of_a_file_is_named_with_the_line_that_reads_it(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import zeroir
 from tests.runtime.support import join
 from zeroir.api import CompiledProgram
 from zeroir.errors import ModelWarning, UserError, ZeroirError
+from zeroir.runtime.engine.engine import Engine
 
 VOCABULARY, LONG, MICRO_STEPS = 13, 8, 2
 ONE_SIDED = (False, True, True, False, True, False)
@@ -145,19 +146,24 @@ class Annealed(nn.Module):
         return loss
 
 
-def anneal(rank: int, world_size: int) -> None:
-    """Change what the code reads while the ranks run different programs, and compare losses with the module's."""
+def annealed_engine(world_size: int) -> tuple[Annealed, Engine]:
+    """A module, and an engine that trains it on any number of rows."""
     torch.manual_seed(7)
     module = Annealed()
-    shapes = (Dim("rows", max=2 * LONG), 4)
-    engine = zeroir.compile(
+    compiled = zeroir.compile(
         module,
         torch.zeros(3, 4),
-        shapes=shapes,
+        shapes=(Dim("rows", max=2 * LONG), 4),
         stage=3,
         world_size=world_size,
         evaluate=False,
-    ).engine()
+    )
+    return module, compiled.engine()
+
+
+def anneal(rank: int, world_size: int) -> None:
+    """Change what the code reads while the ranks run different programs, and compare losses with the module's."""
+    module, engine = annealed_engine(world_size)
     for scale, kind, rows in (
         *((1.0, "plain", (3, 3)), (0.9, "plain", (3, 9)), (0.8, "plain", (9, 3))),
         *((1.3, "plain", (9, 3)), (1.4, "plain", (3, 16)), (0.7, "plain", (2, 4))),
@@ -196,17 +202,7 @@ def mix(rank: int, world_size: int) -> None:
 
 def refuse_other_numbers(rank: int, world_size: int) -> None:
     """Check that all ranks say so where a number, with which one program computes, differs between them."""
-    torch.manual_seed(7)
-    module = Annealed()
-    shapes = (Dim("rows", max=2 * LONG), 4)
-    engine = zeroir.compile(
-        module,
-        torch.zeros(3, 4),
-        shapes=shapes,
-        stage=3,
-        world_size=world_size,
-        evaluate=False,
-    ).engine()
+    module, engine = annealed_engine(world_size)
     for scale, rows in ((1.0, 3), (0.9, 3), (0.8, LONG + 1)):
         module.scale = scale
         engine.step(torch.randn(rows, 4))
