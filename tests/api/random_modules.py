@@ -113,7 +113,7 @@ FEATURES: dict[str, Feature] = {
         file="guide# = nn.Linear(4, 3).requires_grad_(False)",
     ),
     "size": Feature(
-        "y = torch.cat([y] * self.times#, 0)",
+        "y = y + torch.cat([y] * self.times#, 0).sum(0)",
         ("net.times# = 1", "net.times# = 3"),
         "self.times# = 2",
     ),
