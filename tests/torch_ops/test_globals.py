@@ -77,15 +77,16 @@ class Model(nn.Module):
     def forward(self, x):
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.manual_seed(3)
         {forward}
 
 def model():
     torch.set_default_device("meta")
+    torch.manual_seed(3)
     return Model()
 
 def batch():
     torch.set_grad_enabled(False)
+    torch.manual_seed(3)
     return (torch.ones(3, 4, dtype=torch.float32),)
 """
 
