@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
 
+from tests.support.absent_cuda import PACKAGES
 from tools import record_file
 
 ROOT: Final = Path(__file__).parents[1]
@@ -81,6 +82,8 @@ def main() -> int:
     chosen = parser.parse_args()
     if unknown := set(chosen.models) - CASES.keys():
         parser.error(f"There is no model {unknown.pop()!r}: choose from {', '.join(CASES)}.")
+    if not PACKAGES.is_dir():
+        parser.error(f"Triton and the headers of CUDA are not in {PACKAGES}: run `make setup`.")
     rows = [row(name, CASES[name]) for name in chosen.models or CASES]
     record_file.publish(chosen.record, "judge_gpu_kernels", HEAD, rows)
     return int(any(cells[-1] != "0" for cells in rows))

@@ -7,12 +7,10 @@ its name, as ``torch.ops`` does, in the process that runs the segment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch._C import Argument
 
 _PARAMETERS: Final = {
     "Tensor": "AtenTensorHandle",
@@ -62,18 +60,17 @@ def _call(operator: torch._ops.OpOverload, device: torch.device) -> CFunction | 
         return None
     if not all(str(argument.type) in _PARAMETERS for argument in schema.arguments):
         return None
+    kinds = [_PARAMETERS[str(argument.type)] for argument in schema.arguments]
+    parameters = [f"{kind} argument{index}" for index, kind in enumerate(kinds)]
     results = [f"AtenTensorHandle* result{index}" for index in range(len(schema.returns))]
-    parameters = [*_parameters(schema.arguments), *results]
-    head = f"AOTITorchError {function_name(schema.name, device.type)}({', '.join(parameters)})"
+    name = function_name(schema.name, device.type)
+    head = f"AOTITorchError {name}({', '.join([*parameters, *results])})"
     called = f'aoti_torch_call_dispatcher("{schema.name}", "{schema.overload_name}", stack)'
     lines = [
-        f"StableIValue stack[{max(len(schema.arguments), len(results), 1)}];",
+        f"StableIValue stack[{max(len(parameters), len(results), 1)}];",
         *(
-            f"stack[{index}] = zeroir::{'optional' if '*' in parameter else 'value'}"
-            f"({_name(index, argument)});"
-            for index, (parameter, argument) in enumerate(
-                zip(parameters, schema.arguments, strict=False)
-            )
+            f"stack[{index}] = zeroir::{'optional' if '*' in kind else 'value'}(argument{index});"
+            for index, kind in enumerate(kinds)
         ),
         f"AOTI_TORCH_ERROR_CODE_CHECK({called});",
         *(
@@ -84,14 +81,3 @@ def _call(operator: torch._ops.OpOverload, device: torch.device) -> CFunction | 
     ]
     body = "\n  ".join(lines)
     return CFunction(declaration=head, definition=f"inline {head} {{\n  {body}\n}}")
-
-
-def _parameters(arguments: Iterable[Argument]) -> list[str]:
-    return [
-        f"{_PARAMETERS[str(argument.type)]} {_name(index, argument)}"
-        for index, argument in enumerate(arguments)
-    ]
-
-
-def _name(index: int, argument: Argument) -> str:
-    return f"{argument.name}{index}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -20,25 +21,31 @@ def without_a_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_toolkit, "_USUAL_PLACE", tmp_path / "cuda")
 
 
+def put_headers(toolkit: Path, headers: Collection[str] = _HEADERS) -> None:
+    for header in headers:
+        path = toolkit / "include" / header
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
 def test_a_toolkit_comes_before_pips_headers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages = tmp_path / "packages"
-    for header in _HEADERS:
-        path = packages / "nvidia/cu13/include" / header
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+    put_headers(packages / "nvidia/cu13")
 
     def found() -> Path | None:
         return cuda_toolkit.cuda_toolkit(packages)
 
     assert found() == packages / "nvidia/cu13"
-    (tmp_path / "cuda").mkdir()
+    put_headers(tmp_path / "cuda")
     assert found() == tmp_path / "cuda"
     nvcc = tmp_path / "toolkit/bin/nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.touch(0o755)
     monkeypatch.setenv("PATH", str(nvcc.parent))
+    assert found() == tmp_path / "cuda"  # the compiler's own folder has none, as that of a link
+    put_headers(tmp_path / "toolkit")
     assert found() == tmp_path / "toolkit"
     monkeypatch.setenv("CUDA_HOME", "/somewhere")
     assert found() == Path("/somewhere")
@@ -46,10 +53,7 @@ def test_a_toolkit_comes_before_pips_headers(
 
 @pytest.mark.parametrize("missing", _HEADERS)
 def test_headers_of_all_three_packages_are_needed(tmp_path: Path, missing: str) -> None:
-    for header in {*_HEADERS} - {missing}:
-        path = tmp_path / "nvidia/cu13/include" / header
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+    put_headers(tmp_path / "nvidia/cu13", {*_HEADERS} - {missing})
     assert cuda_toolkit.cuda_toolkit(tmp_path) is None
 
 

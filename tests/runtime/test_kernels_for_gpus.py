@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.runtime.support import ROOT
 from tests.support.absent_cuda import PACKAGES
@@ -35,7 +36,8 @@ def judged(
         text=True,
         check=False,
     )
-    assert result.returncode == 0, result.stderr
+    # Only private interfaces of torch's compile for a device that is not there.
+    assert result.returncode == 0, f"torch {torch.__version__}: {result.stderr}"
     found: list[dict[str, object]] = json.loads(result.stdout.splitlines()[-1])
     return found
 

@@ -27,7 +27,7 @@ from torch import Tensor
 import zeroir
 from tests.support.absent_cuda.compiling import KERNELS, REQUEST
 from tests.support.absent_cuda.library import build_toolkit, load
-from tests.support.recorded_calls import Call, RecordingKernels, held
+from tests.support.recorded_calls import Call, RecordingKernels, copies, held
 from zeroir.api.model_of_program import load_model
 from zeroir.runtime.engine import opened_program
 from zeroir.runtime.engine.engine import Engine
@@ -112,7 +112,7 @@ def after_rounding(call: Call) -> list[Tensor | None]:
     arguments = [held(argument) for argument in call.arguments]
     for argument in arguments:
         _disturb(argument)
-    destinations = [None if before is None else before.clone() for before in call.before]
+    destinations = copies(call.before)
     EagerKernels(torch.device("cpu")).compile(call.segment, call.bindings)(arguments, destinations)
     return destinations
 

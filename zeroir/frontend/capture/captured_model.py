@@ -47,9 +47,10 @@ class CapturedModel:
     ``checkpoints`` are the model's activation checkpoints, ``numbers`` those of the user's code that are followed, and
     ``kept`` the places where it stores tensors; ``reads`` are the files and variables of the environment that it reads.
     ``notes`` are sentences on effects of the model's code that a program does not have. ``narrowings`` say which lines
-    let sizes decide, so that dims are narrowed. ``opaque`` names the modules whose code runs as it is.
-    ``ranks`` is the number of ranks, where the model depends on it, and ``is_gathering`` whether it gathers tensors of
-    all. ``values`` are the plain values that the code of a model file reads, as ``CodeState.plain_values`` has them.
+    let sizes decide, so that dims are narrowed, and ``remainders`` are those that may decide instead. ``opaque`` names
+    the modules whose code runs as it is. ``ranks`` is the number of ranks, where the model depends on it, and
+    ``is_gathering`` whether it gathers tensors of all. ``values`` are the plain values that the code of a model file
+    reads, as ``CodeState.plain_values`` has them.
     """
 
     joint: CapturedGraph

@@ -40,7 +40,8 @@ class TracedModel:
     ``outside`` are the tensors of the user's code, outside the model, by the names of their constants, and ``numbers``
     the numbers that the program follows; ``kept`` are the places where the code stores tensors, and ``reads`` the files
     and variables of the environment that it reads. ``narrowings`` say which lines of code let sizes decide, so that
-    dims are narrowed. ``values`` are those that the code of a model file reads.
+    dims are narrowed, and ``remainders`` are those that may decide instead. ``values`` are those that the code of a
+    model file reads.
     """
 
     program: Program

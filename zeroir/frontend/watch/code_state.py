@@ -26,9 +26,7 @@ from typing import Any, Final, cast
 
 from torch import Tensor, nn
 
-from zeroir.frontend._torch_hooks import (
-    version_of,
-)
+from zeroir.frontend._torch_hooks import version_of
 from zeroir.frontend.source.generators import is_consumed
 from zeroir.frontend.source.imports import is_known_package
 from zeroir.frontend.source.namespaces import (
@@ -39,10 +37,7 @@ from zeroir.frontend.source.namespaces import (
     SlotAttributes,
     place_id,
 )
-from zeroir.frontend.source.outside_reads import (
-    NOTHING_READ,
-    OutsideReads,
-)
+from zeroir.frontend.source.outside_reads import NOTHING_READ, OutsideReads
 from zeroir.frontend.watch.contents import (
     checksum_of,
     contents_of_cache,
