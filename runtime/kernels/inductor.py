@@ -32,7 +32,7 @@ from zeroir.ir.segments.bindings import Binding
 from zeroir.ir.segments.segment import Segment
 from zeroir.ir.sizes import Dim, Size
 from zeroir.runtime.kernels import graph
-from zeroir.runtime.kernels._inductor_private import Library, load_library
+from zeroir.runtime.kernels._inductor_libraries import Library, load_library
 from zeroir.runtime.kernels.base import Kernel
 from zeroir.runtime.kernels.cache import KernelCache, kernel_key
 from zeroir.runtime.kernels.compile_pool import HostShare, compile_missing

@@ -17,6 +17,7 @@ from tests.runtime.support import ROOT, embedding_gradient
 from tests.support.programs import mlp
 from zeroir.ir.ops import Compute, Mode
 from zeroir.ir.segments.bindings import bindings
+from zeroir.runtime.kernels import _inductor_libraries as libraries
 from zeroir.runtime.kernels import _inductor_private as private
 from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels.decompositions import decompositions
@@ -37,7 +38,7 @@ def attempt(step: Callable[[], T]) -> T:
 def test_tensors_become_handles() -> None:
     tensors = [torch.ones(2), torch.ones(3)]
     handles = attempt(lambda: torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors))
-    assert all(private._pointer(handle, None) for handle in handles)
+    assert all(libraries._pointer(handle, None) for handle in handles)
     back = [torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(handle) for handle in handles]
     assert all(one.data_ptr() == other.data_ptr() for one, other in zip(back, tensors, strict=True))
 
@@ -107,8 +108,8 @@ def test_a_segment_is_compiled_to_one_library_without_a_container(
     (wrapper,) = wrappers
     assert "aoti_torch_cpu_mm_out(arg" in wrapper
     assert "AOTInductorModelContainer" not in wrapper, "the container is compiled with the segment"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [private.LIBRARY]
-    assert hasattr(ctypes.CDLL(str(tmp_path / private.LIBRARY)), "zeroir_run")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [libraries.LIBRARY]
+    assert hasattr(ctypes.CDLL(str(tmp_path / libraries.LIBRARY)), "zeroir_run")
 
 
 @compiles
@@ -127,7 +128,7 @@ def test_what_does_not_compile_as_a_function_is_a_model_with_the_same_results(
         built = graph.build_graph(segment, how, CPU)
         attempt(lambda: private.compile_library(built, kinds, decompositions(CPU), folder, CPU))
         destination = torch.randn(6, 5)
-        library = attempt(lambda: private.load_library(folder, CPU))
+        library = attempt(lambda: libraries.load_library(folder, CPU))
         library([*arguments, destination])
         found.append(destination)
         files.append(sorted(path.name for path in folder.iterdir()))
@@ -138,7 +139,7 @@ def test_what_does_not_compile_as_a_function_is_a_model_with_the_same_results(
         run(tmp_path / "model")
     expected = torch.ops.aten.embedding_dense_backward(*arguments, 6, 2, False)
     assert all(torch.equal(one, expected) for one in found)
-    assert files == [[private.LIBRARY], [private.EXTERN_CALLS, private.LIBRARY]]
+    assert files == [[libraries.LIBRARY], [libraries.EXTERN_CALLS, libraries.LIBRARY]]
 
 
 @compiles

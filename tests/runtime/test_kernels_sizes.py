@@ -28,6 +28,7 @@ from zeroir.ir.segments.segment import TensorType
 from zeroir.ir.sizes import Dim
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.engine.opened_program import EngineSettings, reason_without_graphs
+from zeroir.runtime.kernels import _inductor_libraries as libraries
 from zeroir.runtime.kernels import _inductor_private as private
 from zeroir.runtime.kernels import graph
 from zeroir.runtime.kernels.cache import kernel_key
@@ -160,7 +161,7 @@ def test_integers_wrap_around_in_compiled_code(tmp_path: Path) -> None:
         host_inputs=graph.host_inputs(of_sizes),
         dims=graph.kernel_dims(of_sizes, how),
     )
-    library = private.load_library(tmp_path, CPU)
+    library = libraries.load_library(tmp_path, CPU)
     for length in (1, 5, 64):
         own = x[:length]
         filled = [torch.zeros(length, 16), torch.zeros(length, 16, dtype=torch.bool)]

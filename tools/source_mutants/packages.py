@@ -29,6 +29,7 @@ _NEED_CUDA: Final = (
     "runtime/execution/cuda.py",
     "runtime/execution/cuda_events.py",
     "runtime/execution/cuda_graphs.py",
+    "runtime/kernels/_inductor_libraries.py",
     "runtime/kernels/_inductor_private.py",
     "runtime/kernels/_inductor_sizes.py",
     "runtime/device/pinned_memory.py",

@@ -6,29 +6,34 @@ What is true of quotients and remainders follows from no bounds of theirs, but d
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Final, cast
 
 import sympy
-from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
 
 _MOST_VALUES: Final = 1 << 15
 
 _LARGEST_MODULUS: Final = 64
 
-_FUNCTIONS: Final[Mapping[str, Callable[[int, int], int]]] = {
-    "CleanDiv": operator.floordiv,
-    "FloorDiv": operator.floordiv,
-    "Mod": operator.mod,
-    "PythonMod": operator.mod,
+_SIGNS: Final[Mapping[type[sympy.Basic], str]] = {
+    sympy.Eq: "==",
+    sympy.Ne: "!=",
+    sympy.Lt: "<",
+    sympy.Le: "<=",
+    sympy.Gt: ">",
+    sympy.Ge: ">=",
+    sympy.Add: "+",
+    sympy.Mul: "*",
+    sympy.And: "and",
+    sympy.Or: "or",
+    FloorDiv: "//",
+    CleanDiv: "//",
+    Mod: "%",
+    PythonMod: "%",
 }
-"""Torch's functions of sizes, as Python computes them."""
-
-_EXACT: Final = (sympy.Integer, sympy.Symbol, sympy.logic.boolalg.BooleanAtom)
-"""The parts of questions about integers alone."""
 
 
 def holds_for_each(
@@ -42,9 +47,9 @@ def holds_for_each(
     ranges = [range(values[symbol][0], values[symbol][1] + 1) for symbol in symbols]
     if math.prod(map(len, ranges)) > _MOST_VALUES:
         return None
-    if not _is_exact(question):
-        return None
     function = _function(question, symbols)
+    if function is None:
+        return None
     try:
         return all(function(*each) for each in product(*ranges))
     except ZeroDivisionError:
@@ -62,18 +67,40 @@ def modulus_of(question: sympy.Basic) -> int | None:
     return modulus if 1 < modulus <= _LARGEST_MODULUS else None
 
 
-def _is_exact(question: sympy.Basic) -> bool:
-    """Return whether integers alone answer a question, by functions that are known."""
-    return (
-        all(isinstance(atom, _EXACT) for atom in question.atoms())
-        and all(power.exp.is_positive for power in question.atoms(sympy.Pow))
-        and all(
-            isinstance(each, Max | Min) or type(each).__name__ in _FUNCTIONS
-            for each in question.atoms(sympy.Function)
-        )
-    )
-
-
 @lru_cache(1 << 10)
-def _function(question: sympy.Basic, symbols: Sequence[sympy.Symbol]) -> Callable[..., bool]:
-    return cast("Callable[..., bool]", sympy.lambdify(symbols, question, [_FUNCTIONS]))
+def _function(
+    question: sympy.Basic, symbols: Sequence[sympy.Symbol]
+) -> Callable[..., object] | None:
+    names = {symbol: f"x{index}" for index, symbol in enumerate(symbols)}
+    text = _text(question, names)
+    if text is None:
+        return None
+    function = eval(f"lambda {', '.join(names.values())}: {text}")  # noqa: S307 - made of names and numbers alone
+    return cast("Callable[..., object]", function)
+
+
+def _text(expression: sympy.Basic, names: Mapping[sympy.Symbol, str]) -> str | None:
+    """Return an expression as Python computes it; None where that is not known."""
+    match expression:
+        case sympy.Integer():
+            return f"({int(expression)})"
+        case sympy.Symbol():
+            return names.get(expression)
+        case sympy.logic.boolalg.BooleanAtom():
+            return str(bool(expression))
+        case _:
+            pass
+    parts = [_text(part, names) for part in expression.args]
+    if not parts or None in parts:
+        return None
+    texts = cast("list[str]", parts)
+    match expression:
+        case sympy.Not():
+            return f"(not {texts[0]})"
+        case Max() | Min():
+            return f"{'max' if isinstance(expression, Max) else 'min'}({', '.join(texts)})"
+        case sympy.Pow(args=(_, sympy.Integer() as power)) if power > 0:
+            return f"({texts[0]} ** {texts[1]})"
+        case _:
+            sign = _SIGNS.get(type(expression))
+            return None if sign is None else f"({f' {sign} '.join(texts)})"

@@ -32,7 +32,7 @@ from zeroir.api.model_of_program import load_model
 from zeroir.runtime.engine import opened_program
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.engine.opened_program import EngineSettings
-from zeroir.runtime.kernels import _inductor_private, graph
+from zeroir.runtime.kernels import _inductor_libraries, graph
 from zeroir.runtime.kernels.compile_worker import Request, packed
 from zeroir.runtime.kernels.differences import difference, is_beyond_noise, tolerance
 from zeroir.runtime.kernels.eager import EagerKernels
@@ -76,10 +76,10 @@ def compare(call: Call, folder: Path, kernels: InterpretedKernels) -> dict[str, 
     first = len(kernels.launched)
     kernels.add(folder / KERNELS)
     with (
-        patch.object(_inductor_private, "_current_stream", lambda _: 0),
-        patch.object(_inductor_private, "_runner", _runner),
+        patch.object(_inductor_libraries, "_current_stream", lambda _: 0),
+        patch.object(_inductor_libraries, "_runner", _runner),
     ):
-        library = _inductor_private.load_library(folder / "library", CUDA)
+        library = _inductor_libraries.load_library(folder / "library", CUDA)
         outputs = graph.graph_outputs(call.bindings)
         run = _LibraryKernel(library=library, outputs=outputs, bindings=call.bindings)
         unaligned = [binding is not None and not binding.is_aligned for binding in call.bindings]
@@ -117,7 +117,7 @@ def after_rounding(call: Call) -> list[Tensor | None]:
     return destinations
 
 
-def _runner(path: Path, device: torch.device) -> _inductor_private.Library:
+def _runner(path: Path, device: torch.device) -> _inductor_libraries.Library:
     """Return a container's function by torch's runner for the CPU, which knows no binaries beside the library."""
     del device
     return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
