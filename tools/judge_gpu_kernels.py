@@ -78,10 +78,10 @@ def row(name: str, case: JudgedModel) -> list[str]:
 def main() -> int:
     """Print the table; the exit status is 1 where a result is beyond its bound."""
     parser = record_file.parser(__doc__ or "")
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"some of {', '.join(CASES)}")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"some of {'; '.join(CASES)}")
     chosen = parser.parse_args()
     if unknown := set(chosen.models) - CASES.keys():
-        parser.error(f"There is no model {unknown.pop()!r}: choose from {', '.join(CASES)}.")
+        parser.error(f"There is no model {unknown.pop()!r}: choose from {'; '.join(CASES)}.")
     if not PACKAGES.is_dir():
         parser.error(f"Triton and the headers of CUDA are not in {PACKAGES}: run `make setup`.")
     rows = [row(name, CASES[name]) for name in chosen.models or CASES]
