@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Final, NoReturn, cast
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from zeroir.errors import UserError, leave_reason
 from zeroir.runtime.comm.job import Job, PeerError, exchanged_texts
 from zeroir.runtime.distributed.rank_discovery import KeyValueStore
 from zeroir.runtime.distributed.section_history import (
+    CHANGED_CODE,
     SectionEntry,
     SectionHistory,
     decoded,
@@ -38,6 +40,7 @@ SHOWN_S: Final = GRACE_S + 3.0
 
 _INTERVAL_S: Final = 1.0
 _POLL_S: Final = 0.2
+_SHORTEST_POLL_S: Final = 0.0005
 _END_S: Final = 10.0
 """Seconds that an agent needs to end the other ranks after one has printed the reason."""
 
@@ -61,6 +64,38 @@ class SectionsOfRanks:
     def begin(self, section: str, step: int, micro_steps: int) -> None:
         """Record a section with collectives, as a ``SectionEntry``."""
         self._history.add(SectionEntry(section, step, micro_steps))
+
+    def meet(self, change: str, step: int, micro_steps: int, timeout: timedelta) -> None:
+        """Wait until all ranks have found a change of the user's code; only the store is used for it.
+
+        A rank that exchanged a message at once, while others run a section, would let the backend crash.
+
+        Raises:
+            UserError: where other ranks run a section instead.
+            PeerError: on the ranks that do not say so first, or where a rank does not come within ``timeout``.
+        """
+        self._history.add(SectionEntry(CHANGED_CODE, step, micro_steps, change))
+        self.show()
+        key = f"change/{self._history.count}"
+        begun_s = compared_s = time.monotonic()
+        pause_s = _SHORTEST_POLL_S
+        self._store.add(key, 1)
+        while self._store.add(key, 0) < self._world_size:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S)
+            now_s = time.monotonic()
+            if now_s - begun_s > timeout.total_seconds():
+                raise PeerError(
+                    f"Rank {self._rank} has to compile again ({change}), and some ranks did not come to it within "
+                    f"{timeout.total_seconds():.0f} s: another rank stopped or is stuck."
+                )
+            if now_s - compared_s < _INTERVAL_S:
+                continue
+            compared_s = now_s
+            if self._difference([self._rank, (self._rank + 1) % self._world_size]) is not None:
+                error = self.error(0)
+                assert error is not None
+                raise error
 
     def show(self) -> None:
         """Write this rank's current history to the store, for the other ranks."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 from zeroir.ir.program import (
@@ -23,14 +24,24 @@ _LISTED: Final = 8
 
 OTHER_PROGRAM: Final = "other program"
 """The entry for the change to another program, at which ranks also meet."""
+BATCHES: Final = "batches"
+"""The entry for the exchange by which ranks choose a program for the sizes of their batches."""
+CHANGED_CODE: Final = "changed code"
+"""The entry for a change of the user's code, for which ranks compile together."""
+
+_COUNTED_ONCE: Final = frozenset((*STEP_SECTIONS, BATCHES))
 
 
 class SectionEntry(NamedTuple):
-    """A section that a rank started in a step, counted from 1; ``micro_steps`` of the step are done when it ends."""
+    """A section that a rank started in a step, counted from 1; ``micro_steps`` of the step are done when it ends.
+
+    ``change`` is a sentence without a full stop on changed code; ranks do the same whatever it says.
+    """
 
     section: str
     step: int
     micro_steps: int
+    change: str = ""
 
     def in_words(self) -> str:
         """Return what the rank did, as the predicate of a sentence."""
@@ -42,6 +53,8 @@ class SectionEntry(NamedTuple):
             EVALUATE: f"evaluated before step {self.step}",
             SAVE: f"saved before the end of step {self.step}",
             OTHER_PROGRAM: f"went on with another program in step {self.step}",
+            BATCHES: f"went on to the next batch of step {self.step}",
+            CHANGED_CODE: f"began to compile again in step {self.step} ({self.change})",
         }
         return did[self.section]
 
@@ -55,11 +68,14 @@ class SectionHistory:
 
     def add(self, entry: SectionEntry) -> None:
         """Add the section that starts; a micro-step that is retried with another batch counts once."""
-        is_unique = entry.section in STEP_SECTIONS
-        if is_unique and self._entries and self._entries[-1][1] == entry:
+        if entry.section in _COUNTED_ONCE and entry in (each for _, each in self._last()):
             return
         self.count += 1
         self._entries.append((self.count, entry))
+
+    def _last(self) -> Iterator[tuple[int, SectionEntry]]:
+        """Yield the entries of the last micro-step: that of its batch and its own."""
+        return islice(reversed(self._entries), 2)
 
     def encoded(self) -> str:
         """Return one line of text, which ``decoded`` reads."""
@@ -77,14 +93,21 @@ def difference(histories: Mapping[int, Mapping[int, SectionEntry]]) -> str | Non
         ranks: dict[SectionEntry, list[int]] = {}
         for rank, history in sorted(histories.items()):
             if number in history:
-                ranks.setdefault(history[number], []).append(rank)
+                ranks.setdefault(history[number]._replace(change=""), []).append(rank)
         if len(ranks) > 1:
-            what = [f"{_named(those)} {entry.in_words()}" for entry, those in ranks.items()]
-            return (
-                f"The ranks do different things: {', but '.join(what)}. Call the engine's methods on all ranks "
-                "together, with equally many micro-steps in each step."
-            )
+            entries = {those[0]: histories[those[0]][number] for those in ranks.values()}
+            what = [f"{_named(those)} {entries[those[0]].in_words()}" for those in ranks.values()]
+            is_change = any(entry.section == CHANGED_CODE for entry in entries.values())
+            return f"The ranks do different things: {', but '.join(what)}. {_IN_CODE if is_change else _IN_CALLS}"
     return None
+
+
+_IN_CALLS: Final = (
+    "Call the engine's methods on all ranks together, with equally many micro-steps in each step."
+)
+_IN_CODE: Final = (
+    "Change it on all ranks before the same step; the value may be another one on each of them."
+)
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -43,7 +43,7 @@ class CodeFollower:
     """What an engine follows between steps: the user's code and tensors, and the script's optimizers.
 
     ``optimizer`` returns the settings of the running program, None where it updates nothing, and ``step_counts`` the
-    counts of steps of the parameters that are trained now.
+    counts of steps of the parameters that are trained now. ``meet`` waits until all ranks have found a change.
     """
 
     def __init__(
@@ -51,10 +51,12 @@ class CodeFollower:
         rank: int,
         optimizer: Callable[[], LiveOptimizer | None],
         step_counts: Callable[[Sequence[str]], StepCounts],
+        meet: Callable[[str], None],
     ) -> None:
         self._rank = rank
         self._optimizer = optimizer
         self._step_counts = step_counts
+        self._meet = meet
         self._code: WatchedCode | None = None
         self._base: WatchedCode | None = None
         self._trained = set[str]()
@@ -161,6 +163,7 @@ class CodeFollower:
         except ChangedCodeError as change:
             if self._compile is None:
                 raise
+            self._meet(change.change)
             counts = self._step_counts(self._base.trained_names())
             counted = frozenset(counts.items())
             state = (self._base.state(), counted) if self._keeps else object()

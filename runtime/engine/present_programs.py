@@ -45,7 +45,10 @@ class PresentPrograms:
         self._go_on_among = go_on_among
         self._is_closed = False
         self._followed = CodeFollower(
-            rank_program.job.rank, lambda: rank_program.optimizer_if_any, values.step_counts
+            rank_program.job.rank,
+            lambda: rank_program.optimizer_if_any,
+            values.step_counts,
+            rank_program.meet_for_change,
         )
 
     def close(self) -> None:
@@ -133,6 +136,7 @@ class PresentPrograms:
         is_evaluation: bool = False,
     ) -> list[CompiledAgain]:
         """Return a program for each of these batches of this rank, once ``fit`` has considered them."""
+        self._rank_program.begin_batches()
         while True:
             present = self.signatures
             fit(batches, is_evaluation)

@@ -14,7 +14,7 @@ from zeroir.ir.program import MICRO_STEP, Program
 from zeroir.runtime.checkpoint.snapshots import open_buffers
 from zeroir.runtime.comm.job import open_job
 from zeroir.runtime.distributed.section_comparison import SectionsOfRanks
-from zeroir.runtime.distributed.section_history import OTHER_PROGRAM
+from zeroir.runtime.distributed.section_history import BATCHES, OTHER_PROGRAM
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer, SettingsOfRanks
 from zeroir.runtime.engine.opened_program import EngineSettings, OpenedProgram, open_program
 from zeroir.runtime.execution.anomalies import Anomalies
@@ -155,6 +155,25 @@ class RankProgram:
                 self.memory.buffer(name).fill_(count)
         self._go_on(carried)
         return moved
+
+    def begin_batches(self) -> None:
+        """Record that the ranks choose a program for their batches now, for ranks that do something else."""
+        if self._sections is not None:
+            executor = self.executor
+            self._sections.begin(BATCHES, executor.step_count + 1, executor.micro_steps_done)
+
+    def meet_for_change(self, change: str) -> None:
+        """Wait until all ranks have found a change of the user's code, as ``SectionsOfRanks.meet`` does."""
+        if self._sections is not None:
+            executor = self.executor
+            with executor.entered():
+                executor.finish()
+                self._sections.meet(
+                    change,
+                    executor.step_count + 1,
+                    executor.micro_steps_done,
+                    self._settings.timeout,
+                )
 
     def look_for(self, anomalies: Anomalies | None) -> None:
         """Let something look at the values of steps, or nothing any more. All ranks call this together."""

@@ -266,13 +266,26 @@ def test_values_of_the_environment_at_the_import_of_the_file_count(
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_rank_that_is_read_at_the_import_of_the_file_is_refused(
-    zeroir: Zeroir, model: Path
-) -> None:
+def test_a_rank_that_is_read_at_the_import_of_the_file_counts(zeroir: Zeroir, model: Path) -> None:
+    """Rank 0 read what the program was compiled from, and rank 1 another value, which its data changes back."""
     text = MODEL.replace("import torch\n", "import os\nimport torch\n", 1)
     model.write_text(text.replace("BETA = 0.0", 'BETA = float(os.environ.get("RANK", "0"))'))
     assert zeroir("compile", model.name, *SGD, "--world-size", "2").exit_code == 0
     made = run_forked("zeroir", [*RUN, "--nproc", "2"], model.parent, {"OMP_NUM_THREADS": "1"})
-    assert made.returncode == 2
+    assert made.returncode == 0, made.stderr
     assert "BETA, which model.py:20 reads" in made.stderr
+    assert printed_losses(made.stdout) == pytest.approx(eager_losses(model, 2), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_rank_whose_code_alone_changes_is_refused(zeroir: Zeroir, model: Path) -> None:
+    model.write_text(MODEL.replace("1.0 + step", "2.0 if step > 2 and rank == 1 else 1.0"))
+    assert zeroir("compile", model.name, *SGD, "--world-size", "3").exit_code == 0
+    made = run_forked("zeroir", [*RUN, "--nproc", "3"], model.parent, {"OMP_NUM_THREADS": "1"})
+    assert made.returncode == 2, made.stderr
+    assert (
+        "rank 1 began to compile again in step 4 (tau, which model.py:19 reads, is 2.0 now"
+        in made.stderr
+    )
     assert "Traceback" not in made.stderr

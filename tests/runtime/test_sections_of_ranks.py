@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tests.runtime.support import Ranks
 from zeroir.ir.program import EVALUATE, LAST_MICRO_STEP, MICRO_STEP, SAVE, UPDATE
 from zeroir.runtime.distributed.section_history import (
+    BATCHES,
+    CHANGED_CODE,
     SectionEntry,
     SectionHistory,
     decoded,
@@ -87,6 +89,16 @@ def test_a_batch_that_is_tried_again_is_one_micro_step() -> None:
     sentence = differing(twice, twice[1:])
     assert sentence is not None
     assert "rank 0 evaluated before step 1, but rank 1 saved before the end of step 1." in sentence
+    with_sizes = [SectionEntry(BATCHES, 1, 0), tried[0]]
+    assert differing([*with_sizes, *with_sizes, tried[2]], [*with_sizes, tried[2]]) is None
+
+
+def test_ranks_that_compile_again_may_have_found_different_changes() -> None:
+    changes = [[SectionEntry(CHANGED_CODE, 2, 0, f"tau is {tau} now")] for tau in (1.0, 2.0)]
+    assert differing(*changes) is None
+    sentence = differing(*changes, [SectionEntry(BATCHES, 2, 0)])
+    assert sentence is not None
+    assert "ranks 0, 1 began to compile again in step 2 (tau is 1.0 now), but rank 2" in sentence
 
 
 @pytest.mark.slow
@@ -103,6 +115,18 @@ def test_a_batch_that_is_tried_again_is_one_micro_step() -> None:
             3,
             "peer-memory",
             ("rank 0 took micro-step 1", "rank 1 went on with another"),
+        ),
+        (
+            3,
+            "change",
+            3,
+            "peer-memory",
+            (
+                "ranks 0, 2 took micro-step 1 of step 3",
+                "rank 1 began to compile again in step 3 (",
+                "'gain'",
+                "2.0 now",
+            ),
         ),
         # The micro-steps of these stages have no collective, so nobody waits.
         (

@@ -109,14 +109,14 @@ class Watch:
         return frozenset(n for n, text in values.items() if present.get(n, text) != text)
 
     def compiled_from(self, values: Mapping[str, str]) -> None:
-        """Take these values, by name, for those that the program was compiled from, so that a step finds the change.
+        """Take these values, by name, for those that the program was compiled from on all ranks.
 
-        One that is the present value differs on another rank.
+        Each differs on some rank now, so that the next step finds a change on every rank, whatever the value is then.
         """
         leaves = self._state.leaves
         for name, text in values.items():
-            kind, present, *_ = leaves[name]
-            leaves[name] = (kind, text if present != text else f"{text} on all ranks")
+            kind = leaves[name][0]
+            leaves[name] = (kind, f"{text} on all ranks")
             self._state.quick.is_doubtful = True
 
     @property
