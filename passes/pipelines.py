@@ -150,4 +150,4 @@ def lower(logical: Program, options: CompileOptions) -> Program:
 
 def lower_with_proof(logical: Program, options: CompileOptions) -> Proof:
     """Return the scheduled program as ``lower`` does, with the report on that program."""
-    return prove(replace(logical, options=options.to_pairs()), for_options(options))
+    return prove(replace(logical, options=options), for_options(options))

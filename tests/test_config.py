@@ -13,7 +13,7 @@ from zeroir.config import (
     for_world_size,
     has_effect,
     make_options,
-    options_from_pairs,
+    options_of,
 )
 from zeroir.config.offload_places import KEPT_ON_DISK, OFFLOADED
 from zeroir.errors import UserError
@@ -97,8 +97,9 @@ OPTIONS = st.builds(
 
 @given(options=OPTIONS)
 def test_options_survive_a_program_and_its_text(options: CompileOptions) -> None:
-    program = Program(mesh=Mesh(axes=(Axis(name="dp", size=1),)), options=options.to_pairs())
-    assert options_from_pairs(parse(print_program(program)).options) == options
+    program = Program(mesh=Mesh(axes=(Axis(name="dp", size=1),)), options=options)
+    assert options_of(program) is options
+    assert options_of(parse(print_program(program))).flat == options.flat
 
 
 IN_VAIN: list[tuple[dict[str, object], str]] = [
@@ -271,15 +272,15 @@ def test_defaults_and_what_is_off_are_never_refused(stage: int) -> None:
 
 
 def test_what_a_program_carries_is_read_though_it_has_no_effect() -> None:
-    pairs = make_options({"world_size": 2, "stage": 1}).to_pairs()
-    read = for_world_size(options_from_pairs((dict(pairs) | {"prefetch": "3"}).items()), 4)
+    texts = {**make_options({"world_size": 2, "stage": 1}).texts, "prefetch": "3"}
+    read = for_world_size(CompileOptions.from_pairs(tuple(texts.items())), 4)
     assert (read.stage, read.prefetch.units, read.world_size) == (1, 3, 4)
     assert not has_effect(read)
 
 
 def test_the_text_reads_as_a_person_would_write_it() -> None:
     options = make_options({"world_size": 4, "precision": "fp16", "keep_fp32": ["norm*", "head"]})
-    program = Program(mesh=Mesh(axes=(Axis(name="dp", size=4),)), options=options.to_pairs())
+    program = Program(mesh=Mesh(axes=(Axis(name="dp", size=4),)), options=options)
     first_line = print_program(program).partition("\n")[0]
     for words in (
         "stage=3",
@@ -345,8 +346,9 @@ def test_a_mesh_says_how_many_ranks_there_are(replicas: int, shards: int) -> Non
     assert options.mesh == f"replicate={replicas},shard={shards}"
     assert options.world_size == options.device_mesh.world_size == replicas * shards
     assert options.replicas == replicas
-    program = Program(mesh=options.device_mesh, options=options.to_pairs())
-    assert options_from_pairs(parse(print_program(program)).options) == options
+    program = Program(mesh=options.device_mesh, options=options)
+    assert options_of(program) is options
+    assert options_of(parse(print_program(program))).flat == options.flat
     assert make_options({"mesh": options.mesh, "world_size": replicas * shards}) == options
 
 
@@ -373,10 +375,11 @@ def test_the_default_world_size_is_that_of_the_job(monkeypatch: pytest.MonkeyPat
 def test_a_program_does_not_name_the_folder_of_its_disk() -> None:
     here = make_options({"world_size": 2, "offload": "parameters", "offload_to": "disk:/nvme"})
     there = make_options({"world_size": 2, "offload": "parameters", "offload_to": "disk"})
-    assert here.to_pairs() == there.to_pairs()
+    assert here.pairs == there.pairs
+    assert here == there
     assert (here.offload.folder, there.offload.folder) == ("/nvme", None)
     assert here.offload.is_to_disk
-    assert options_from_pairs(here.to_pairs()).offload.is_to_disk
+    assert CompileOptions.from_pairs(here.pairs).offload.is_to_disk
 
 
 def test_each_kind_has_its_place() -> None:
@@ -388,8 +391,9 @@ def test_each_kind_has_its_place() -> None:
     assert options.offload.folder == "/a,b"
     assert options.offload.kept_on_disk == ("optimizer",)
     pairs = {"parameters": "host", "optimizer": "disk:/a,b"}
-    assert make_options({"world_size": 2, "offload": kinds, "offload_to": pairs}) == options
-    stored = options_from_pairs(options.to_pairs())
+    given = make_options({"world_size": 2, "offload": kinds, "offload_to": pairs})
+    assert given.flat == options.flat
+    stored = CompileOptions.from_pairs(options.pairs)
     assert stored.offload.to == "optimizer=disk,parameters=host"
     assert stored.offload.kept_on_disk == ("optimizer",)
 
@@ -465,7 +469,7 @@ def test_groups_take_over_the_bits_of_states_that_can_have_them() -> None:
         }
     )
     assert [each.bits for each in options.every_optimizer[1:]] == [8, 8, 32, 32]
-    assert options_from_pairs(options.to_pairs()) == options
+    assert CompileOptions.from_pairs(options.pairs).flat == options.flat
 
 
 def test_what_is_offloaded_has_one_order() -> None:

@@ -18,7 +18,7 @@ from zeroir.cli.option_groups import (
     RunParameters,
     parameters_of,
 )
-from zeroir.config import CompileOptions, make_options, options_from_pairs
+from zeroir.config import CompileOptions, make_options
 from zeroir.config.table import FlatOptions, Option, OptionObject, arguments_of
 from zeroir.errors import InternalError, UserError
 
@@ -180,6 +180,6 @@ def test_ranks_of_a_profile_read_its_options(values: dict[str, object]) -> None:
 )
 def test_options_in_a_program_are_the_options(values: dict[str, object]) -> None:
     options = make_options({"world_size": 2, **values})
-    assert options_from_pairs(options.to_pairs()) == options
+    assert CompileOptions.from_pairs(options.pairs).flat == options.flat
     assert make_options(options.flat) == options
     assert CompileOptions.from_flat(options.given) == options

@@ -101,7 +101,7 @@ def phases(arguments: argparse.Namespace, depth: int) -> dict[str, float]:
     with phase("capture"):
         captured = capture(model_file, options.precision.dtype, options.precision.keep_fp32)
     with phase("cut and lower"):
-        logical = replace(program_of(captured, options), options=options.to_pairs())
+        logical = replace(program_of(captured, options), options=options)
     with phase("verify after passes"):
         check(logical, reference=logical)
     program = logical

@@ -342,7 +342,7 @@ class Checkpointer:
             fingerprint=program.fingerprint,
             world_size=program.mesh.world_size,
             mesh=tuple((axis.name, axis.size) for axis in program.mesh.axes),
-            options=program.options,
+            options=program.options.pairs,
             saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
 

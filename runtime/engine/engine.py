@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from zeroir.config import options_of
 from zeroir.errors import CheckpointWarning, GraphWarning, UserError
-from zeroir.ir import recorded_options
 from zeroir.ir.program import Program
 from zeroir.ir.reports import Storing
 from zeroir.ir.spans import Span
@@ -195,7 +195,7 @@ class Engine:
         Raises:
             UserError: where the program has no schedule, or the schedule needs ``steps``.
         """
-        schedule = recorded_options.schedule(self.program)
+        schedule = options_of(self.program).schedule
         if schedule is None:
             raise UserError(
                 "The program was compiled without a schedule: compile it with one, or drive engine.optimizer with a "

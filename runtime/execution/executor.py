@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zeroir.config import why_not_evaluate
 from zeroir.errors import UserError
 from zeroir.ir.analysis.micro_batches import slice_numel, slice_region
 from zeroir.ir.buffers import Role
@@ -26,7 +27,6 @@ from zeroir.ir.program import (
     UPDATE,
     why_not_save,
 )
-from zeroir.ir.recorded_options import why_not_evaluate
 from zeroir.ir.reports import Storing
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.distributed.section_comparison import SectionsOfRanks

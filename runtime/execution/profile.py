@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from zeroir.ir import recorded_options
+from zeroir.config import options_of
 from zeroir.ir.spans import Span
 from zeroir.runtime.engine.engine import Engine
 from zeroir.torch_ops.batches import Batch
@@ -50,7 +50,7 @@ def record(engine: Engine, take: Callable[[int], Batch], *, rounds: int) -> Step
 
     ``take`` returns the next batch of a step with this number.
     """
-    micro_steps = recorded_options.micro_steps(engine.program)
+    micro_steps = options_of(engine.program).micro_steps.count
 
     def step() -> None:
         step_number = engine.step_count + 1

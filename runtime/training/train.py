@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from zeroir.config import options_of
 from zeroir.errors import UserError
-from zeroir.ir import ops, recorded_options
+from zeroir.ir import ops
 from zeroir.ir.program import InputBinding
 from zeroir.runtime.comm.job import PeerError
 from zeroir.runtime.device.driver import driver
@@ -109,7 +110,7 @@ def train(
     """
     engine, scheduler = training.engine, training.scheduler
     if micro_steps is None:
-        micro_steps = recorded_options.micro_steps(engine.program)
+        micro_steps = options_of(engine.program).micro_steps.count
     losses: list[float] = []
     numel, unit = throughput_unit(engine.program.inputs)
     has_scale = any(isinstance(op, ops.UpdateScale) for op in engine.program.ops())

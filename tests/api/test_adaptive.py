@@ -115,7 +115,7 @@ LOGICAL = mlp(blocks=4, dim=64)
 
 
 def needed_bytes(options: CompileOptions) -> int:
-    program = replace(LOGICAL, options=options.to_pairs())
+    program = replace(LOGICAL, options=options)
     return footprint(applied(program, for_options(options))).total_bytes
 
 
@@ -224,7 +224,7 @@ def test_for_another_world_size_the_choice_is_made_anew(tmp_path: Path) -> None:
     plain = make_options({"world_size": 2})
     budget = {"memory_budget": str(int(needed_bytes(plain) * 0.8))}
     asked = make_options({"world_size": 2, "offload": "adaptive", **budget})
-    logical = replace(LOGICAL, options=asked.to_pairs())
+    logical = replace(LOGICAL, options=asked)
     artifact = Artifact(
         logical=logical,
         scheduled=lower(LOGICAL, settled(LOGICAL, asked)),

@@ -40,7 +40,7 @@ def needed(**values: object) -> int:
 
 def made(**values: object) -> Program:
     chosen = options(**values)
-    program = replace(LOGICAL, options=chosen.to_pairs())
+    program = replace(LOGICAL, options=chosen)
     return applied(program, for_options(chosen))
 
 
@@ -154,7 +154,7 @@ def test_a_program_that_breaks_its_budget_is_refused_with_names(tmp_path: Path) 
     text = str(caught.value)
     for words in ("Z301", "the budget is 64,000", "state ", "param ", "in unit ", "--stage "):
         assert words in text
-    fitting = replace(program, options=options(memory_budget="80GB").to_pairs())
+    fitting = replace(program, options=options(memory_budget="80GB"))
     assert load_program(saved(fitting, tmp_path / "b.zir")).report.laws["Z301"] == "proved"
     # What is asked for now goes before what was asked for then.
     assert load_unverified(path, budget_bytes=10**9).report.is_valid

@@ -20,7 +20,7 @@ from zeroir.verify import Reference, Report, verify
 
 def compiled_for_four(**values: object) -> CompiledProgram:
     options = make_options({"stage": 1, "world_size": 4, **values})
-    logical = replace(mlp(blocks=1), options=options.to_pairs())
+    logical = replace(mlp(blocks=1), options=options)
     artifact = Artifact(
         logical=logical,
         scheduled=logical,
@@ -29,7 +29,7 @@ def compiled_for_four(**values: object) -> CompiledProgram:
         torch_version="2.13.0",
         zeroir_version="0.1.0",
     )
-    return CompiledProgram(artifact=artifact, report=Report(), options=options, requested=options)
+    return CompiledProgram(artifact=artifact, report=Report())
 
 
 @pytest.mark.usefixtures("proofs_between_passes")

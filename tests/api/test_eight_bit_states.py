@@ -94,7 +94,7 @@ def test_an_optimizer_of_torch_keeps_its_settings() -> None:
     compiled = zeroir.compile(
         net(), batch, world_size=1, optimizer=torch.optim.Adam, lr=0.5, optimizer_bits=8
     )
-    assert compiled.program.option["optimizer_bits"] == "8"
+    assert compiled.program.options.texts["optimizer_bits"] == "8"
     assert {group.algorithm.value for group in compiled.program.groups} == {"adam"}
     engine = compiled.engine()
     engine.step(batch)

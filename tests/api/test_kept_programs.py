@@ -26,7 +26,7 @@ from zeroir import artifact as artifacts
 from zeroir.api import CompiledProgram, kept_programs
 from zeroir.api.compiling import compile_with
 from zeroir.api.lowering import lower
-from zeroir.config import CompileOptions, make_options
+from zeroir.config import make_options
 from zeroir.errors import UserError
 from zeroir.ir.program import Program
 from zeroir.ir.text import print_program
@@ -64,15 +64,14 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def logical(**values: object) -> tuple[Program, CompileOptions]:
+def logical(**values: object) -> Program:
     options = make_options({"stage": 1, "world_size": 4, **values})
-    return replace(mlp(blocks=1), options=options.to_pairs()), options
+    return replace(mlp(blocks=1), options=options)
 
 
 def lowered(**values: object) -> str:
     """Return the text of a small program that is lowered, and kept."""
-    program, options = logical(**values)
-    return print_program(lower(program, options, is_kept=True).proof.program)
+    return print_program(lower(logical(**values), is_kept=True).proof.program)
 
 
 def test_a_program_with_the_weights_of_another_module_is_not_kept(
@@ -160,9 +159,8 @@ def test_whatever_lowering_reads_makes_another_key(folder: Path, runs: list[str]
     assert len(set(kept)) == len(kept) == len(runs) == len(list(folder.iterdir()))
     assert [lowered(), lowered(stage=2), lowered(lr=0.5), lowered(clip=1.0)] == kept
     assert len(runs) == len(kept)
-    program, options = logical(stage=2)
-    assert print_program(lower(program, options).proof.program) == kept[1]
-    program, _ = logical()
+    assert print_program(lower(logical(stage=2)).proof.program) == kept[1]
+    program = logical()
     assert kept_programs.key_of(program, ()) != kept_programs.key_of(program, (PlanMemory(),))
 
 
@@ -175,9 +173,9 @@ def test_the_code_that_lowers_is_a_part_of_the_key() -> None:
         "before = set(sys.modules)\n"
         "from zeroir.passes.manager import prove\n"
         "from zeroir.passes.pipelines import for_options\n"
-        "from zeroir.config import options_from_pairs\n"
+        "from zeroir.config import options_of\n"
         "program = artifact.load(sys.argv[1]).logical\n"
-        "prove(program, for_options(options_from_pairs(program.options)))\n"
+        "prove(program, for_options(options_of(program)))\n"
         "files = [m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'zeroir']\n"
         "print(json.dumps(files))\n"
     )

@@ -32,7 +32,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """``project/build/gpt.zir``, compiled in ``project`` from ``examples/gpt.py``; nobody is in ``project`` now."""
     options = make_options({"stage": 2, "world_size": 2})
     artifact = Artifact(
-        logical=dataclasses.replace(mlp(), options=options.to_pairs()),
+        logical=dataclasses.replace(mlp(), options=options),
         scheduled=lower(mlp(), options),
         model_path="examples/gpt.py",
         model_sha256=hashlib.sha256(SOURCE).hexdigest(),

@@ -28,7 +28,7 @@ LOGICAL = mlp(blocks=2, dim=16)
 
 def program(**offload: object) -> Program:
     options = make_options({"world_size": 2, **offload})
-    return applied(replace(LOGICAL, options=options.to_pairs()), for_options(options))
+    return applied(replace(LOGICAL, options=options), for_options(options))
 
 
 def test_nothing_is_said_where_nothing_is_offloaded() -> None:

@@ -38,7 +38,7 @@ def machine(*, issue_s: float = 0.0, host_bytes: float = 1e12) -> Machine:
 
 
 def compiled(logical: Program, given: CompileOptions, chosen: CompileOptions) -> CompiledProgram:
-    logical = replace(logical, options=given.to_pairs())
+    logical = replace(logical, options=given)
     proof = lower_with_proof(logical, chosen)
     artifact = Artifact(
         logical=logical,
@@ -49,7 +49,7 @@ def compiled(logical: Program, given: CompileOptions, chosen: CompileOptions) ->
         torch_version="",
         zeroir_version="",
     )
-    return CompiledProgram(artifact=artifact, report=proof.report, options=chosen, requested=given)
+    return CompiledProgram(artifact=artifact, report=proof.report)
 
 
 def test_the_update_is_speculative_where_a_simulated_step_is_faster() -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Mapping
 from enum import Enum
+from typing import Final
+
+from zeroir.ir.options import Options, Pairs
+
+_STORED: Final[Mapping[object, object]] = {Options: Pairs}
+"""What files store in the place of objects."""
 
 
 def described(kind: type) -> dict[str, dict[str, str]]:
@@ -26,7 +33,7 @@ def _describe(hint: object, descriptions: dict[str, dict[str, str]]) -> None:
         return
     if not dataclasses.is_dataclass(hint):
         return
-    hints = typing.get_type_hints(hint)
+    hints = {name: _STORED.get(kind, kind) for name, kind in typing.get_type_hints(hint).items()}
     declared = typing.get_type_hints(hint, include_extras=True)
     fields = dataclasses.fields(hint)
     descriptions[hint.__name__] = {
@@ -46,7 +53,8 @@ def _describe(hint: object, descriptions: dict[str, dict[str, str]]) -> None:
 def _default(field: dataclasses.Field[object]) -> str:
     if field.default_factory is not dataclasses.MISSING:
         return f" = {field.default_factory()!r}"
-    return "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
+    default = field.default.pairs if isinstance(field.default, Options) else field.default
+    return "" if default is dataclasses.MISSING else f" = {default!r}"
 
 
 def _spelled(hint: object) -> str:

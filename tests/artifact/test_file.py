@@ -21,7 +21,9 @@ from tests.support.programs import mlp
 from zeroir import artifact as artifacts
 from zeroir.artifact import SCHEMA_VERSION, Artifact
 from zeroir.artifact.outputs import MAGIC, PROGRAM, require_writable, write_whole
+from zeroir.config import CompileOptions, make_options
 from zeroir.errors import UserError
+from zeroir.ir.options import WrittenOptions
 from zeroir.ir.program import Program
 
 MAJOR, MINOR = SCHEMA_VERSION
@@ -84,8 +86,32 @@ def test_bytes_are_deterministic_and_stable_under_a_round_trip() -> None:
 def test_the_digest_of_a_program_follows_its_contents() -> None:
     program = mlp(blocks=1)
     assert artifacts.program_digest(program) == artifacts.program_digest(mlp(blocks=1))
-    changed = dataclasses.replace(program, options=(*program.options, ("stage", "3")))
+    changed = dataclasses.replace(
+        program, options=WrittenOptions.of({**program.options.texts, "stage": "3"})
+    )
     assert artifacts.program_digest(changed) != artifacts.program_digest(program)
+
+
+def test_options_are_objects_between_files_and_keep_the_texts_of_theirs() -> None:
+    """A file of an earlier version lacks options; it is written as it was read."""
+    options = make_options({"world_size": 2, "stage": 2, "keep_fp32": ["norm", "head"]})
+    few = dict(list(options.pairs)[3:])
+    for written in (options, WrittenOptions.of(few)):
+        program = dataclasses.replace(mlp(blocks=1), options=written)
+        artifact = dataclasses.replace(make(), logical=program, scheduled=program)
+        data = artifacts.to_bytes(artifact)
+        read = artifacts.from_bytes(data).scheduled.options
+        assert isinstance(read, CompileOptions)
+        assert read.flat == options.flat
+        assert read.pairs == written.pairs
+        assert artifacts.to_bytes(artifacts.from_bytes(data)) == data
+
+
+def test_a_wrong_option_of_a_file_is_refused() -> None:
+    program = dataclasses.replace(mlp(blocks=1), options=WrittenOptions.of({"stage": "9"}))
+    data = artifacts.to_bytes(dataclasses.replace(make(), logical=program))
+    with pytest.raises(UserError, match=r"'gpt\.zir' has a wrong option: --stage is 9"):
+        artifacts.from_bytes(data, "gpt.zir")
 
 
 @given(st.integers(0, len(BYTES) - 1))

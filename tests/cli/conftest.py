@@ -74,7 +74,7 @@ def programs(run_folder: Path) -> dict[int, Path]:
             paths[3].with_suffix(".json").write_text(out.getvalue())
         if not paths[2].exists():
             whole, made = artifact.load(paths[3]), make_options({"stage": 2, "world_size": 4})
-            logical = replace(whole.logical, options=made.to_pairs())
+            logical = replace(whole.logical, options=made)
             scheduled = applied(logical, for_options(made))
             artifact.save(replace(whole, logical=logical, scheduled=scheduled), paths[2])
     return paths

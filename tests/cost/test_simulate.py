@@ -87,7 +87,7 @@ def test_streams_keep_the_programs_order_and_waits_are_respected(
 def test_a_span_begins_after_all_that_it_depends_on(case: Case, on: Machine) -> None:
     """By the text of the rules: stream, event, communicator, boundary; over several micro-steps."""
     program = case.scheduled()
-    count = int(program.option["micro_steps"])
+    count = int(program.options.texts["micro_steps"])
     simulation = simulate(program, on)
     (rank_class,) = simulation.classes
     spans = iter(rank_class.spans)

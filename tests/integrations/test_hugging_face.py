@@ -201,7 +201,7 @@ def test_lengths_are_multiples_of_the_collators_and_shapes_that_are_given_win(
         )
         trainer.train()
         assert trainer._running is not None
-        shapes.append(trainer._running.engine.program.option.get("shapes"))
+        shapes.append(trainer._running.engine.program.options.texts.get("shapes"))
     of_collator, given = shapes
     assert of_collator is not None
     assert "inputs.input_ids: rows<=2, 4*length<=4;" in of_collator

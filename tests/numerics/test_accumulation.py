@@ -76,7 +76,7 @@ def train(
 
 def program_of_one_rank(program: Program) -> Program:
     """Flats of all these programs begin with the same values."""
-    return mlp(precision=program.option["precision"])
+    return mlp(precision=program.options.texts["precision"])
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def train(program: Program, logical: Program, seed: int = 0) -> Lockstep:
     model = Weights(lockstep.full_parameters())
     averaged = AVERAGED_MODEL(model, avg_fn=EMA_AVG_FN(DECAY))
     averaged.update_parameters(model)  # The first call copies: the average begins with the weights.
-    micro_steps = int(logical.option["micro_steps"])
+    micro_steps = int(logical.options.texts["micro_steps"])
     for batches in random_batches(STEPS, program.mesh.world_size, micro_steps):
         lockstep.step(batches)
         model.set(lockstep.full_parameters())

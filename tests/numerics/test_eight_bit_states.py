@@ -47,7 +47,7 @@ def train(
     """The state after each of some steps, in the second of which these ranks have an overflow."""
     weight = None if logical.weight is None else weight_of_values
     lockstep = begun(Lockstep(program, schedule_seed=seed, weight=weight))
-    micro_steps = int(logical.option["micro_steps"])
+    micro_steps = int(logical.options.texts["micro_steps"])
     world_size = program.mesh.world_size
     states: list[State] = []
     shape = (4, FEATURES)

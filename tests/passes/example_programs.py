@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Final
 
 from zeroir.frontend.lowering.accumulate import accumulate
+from zeroir.ir.options import WrittenOptions
 from zeroir.ir.text import parse
 
 _FOLDER: Final = Path(__file__).parent
 
 LOGICAL: Final = parse((_FOLDER / "example.zir").read_text("utf-8"))
 ACCUMULATING: Final = replace(
-    accumulate(LOGICAL), options=tuple(sorted({**LOGICAL.option, "micro_steps": "2"}.items()))
+    accumulate(LOGICAL), options=WrittenOptions.of({**LOGICAL.options.texts, "micro_steps": "2"})
 )
 SAVING: Final = parse((_FOLDER / "saved.zir").read_text("utf-8"))
 KEEPING: Final = parse((_FOLDER / "kept.zir").read_text("utf-8"))

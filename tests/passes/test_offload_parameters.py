@@ -141,7 +141,7 @@ def test_no_bit_of_a_captured_model_changes(name: str) -> None:
     passes = list(for_options(options))
     before_saving = next(at for at, step in enumerate(passes) if isinstance(step, SaveState))
     passes.insert(before_saving, OffloadParameters())
-    program = manager.run(replace(made.logical, options=options.to_pairs()), passes)
+    program = manager.run(replace(made.logical, options=options), passes)
     assert not _sizes(program, Role.PARAM, Space.DEVICE)
     for schedule_seed in range(3):
         assert made.difference(program, schedule_seed) is None

@@ -60,7 +60,7 @@ def worst_gap(
 def lowered(logical: Program, values: Mapping[str, object]) -> Program:
     """The logical program with these options, its memory planned, not verified."""
     options = make_options({"world_size": 4, **values})
-    return applied(replace(logical, options=options.to_pairs()), for_options(options))
+    return applied(replace(logical, options=options), for_options(options))
 
 
 @pytest.mark.slow

@@ -42,7 +42,9 @@ def reported(
         name=name,
         program=made,
         report=report,
-        summary=summarise(made, report, stage=int(made.option.get("stage", "3")), precision="fp32"),
+        summary=summarise(
+            made, report, stage=int(made.options.texts.get("stage", "3")), precision="fp32"
+        ),
         simulation=simulated(made),
         budget_bytes=budget_bytes,
     )

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from zeroir.ir import ops
 from zeroir.ir.dtypes import DType
+from zeroir.ir.options import Options, WrittenOptions
 from zeroir.ir.program import Program
 from zeroir.ir.segments import segment
 
@@ -90,6 +91,7 @@ def arbitrary(hint: object) -> st.SearchStrategy[object]:
         bool: st.booleans(),
         bytes: st.binary(max_size=8),
         types.NoneType: st.none(),
+        Options: st.deferred(lambda: arbitrary(WrittenOptions)),
     }
     if hint in plain:
         return plain[hint]

@@ -37,7 +37,7 @@ def proved(logical: Program, passes: tuple[Pass, ...]) -> Program:
 
 def proved_for(logical: Program, options: CompileOptions) -> Program:
     """The program that compiling makes for the options, verified once all passes have run."""
-    return proved(replace(logical, options=options.to_pairs()), for_options(options))
+    return proved(replace(logical, options=options), for_options(options))
 
 
 def codes(judged: Program | Report, reference: Program | Reference | None = None) -> set[str]:

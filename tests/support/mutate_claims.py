@@ -18,6 +18,7 @@ from zeroir.ir.contents import NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import Communicator
 from zeroir.ir.ops import Op
+from zeroir.ir.options import WrittenOptions
 from zeroir.ir.program import (
     EVALUATE,
     Holding,
@@ -204,10 +205,7 @@ def _header(program: Program, chance: Random) -> Program | None:
             return replace(program, flats=tuple(flats))
         case 1:
             count = chance.randrange(1, 6)
-            options = (
-                (key, str(count) if key == "micro_steps" else value)
-                for key, value in program.options
-            )
+            options = WrittenOptions.of({**program.options.texts, "micro_steps": str(count)})
             divisor = count * program.mesh.world_size
 
             def told(section: Section) -> Section:
@@ -218,7 +216,7 @@ def _header(program: Program, chance: Random) -> Program | None:
                 return replace(section, body=tuple(body))
 
             sections = tuple(told(section) for section in program.sections)
-            return replace(program, options=tuple(options), sections=sections)
+            return replace(program, options=options, sections=sections)
         case 2:
             old = chance.choice(program.flats)
             slots = list(old.slots)

@@ -21,6 +21,7 @@ from zeroir.ir.contents import FlatContent, Micro
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import Axis, Mesh
 from zeroir.ir.ops import Algorithm
+from zeroir.ir.options import WrittenOptions
 from zeroir.ir.program import (
     LAST_MICRO_STEP,
     UPDATE,
@@ -84,8 +85,8 @@ def mlp(
         )
         program = add_micro_batch_weights(program) if is_weighted else program
         program = accumulate(program) if micro_steps > 1 else program
-        options = {**program.option, "micro_steps": str(micro_steps)}
-        return corrected(replace(program, options=tuple(sorted(options.items()))))
+        options = {**program.options.texts, "micro_steps": str(micro_steps)}
+        return corrected(replace(program, options=WrittenOptions.of(options)))
     made = Perceptron(
         blocks=blocks,
         dim=dim,
@@ -171,12 +172,14 @@ def mlp(
             )
             if is_there
         ),
-        options=(
-            ("micro_steps", "1"),
-            ("optimizer", optimizer),
-            ("precision", precision),
-            ("stage", "0"),
-            ("world_size", "1"),
+        options=WrittenOptions.of(
+            {
+                "micro_steps": "1",
+                "optimizer": optimizer,
+                "precision": precision,
+                "stage": "0",
+                "world_size": "1",
+            }
         ),
     )
     return corrected(program)

@@ -113,7 +113,7 @@ def run(
                 torch.randn(slot.numel, generator=generator) * 0.5
             )
         initial[f"{flat.name}.param"] = values.to(TORCH_DTYPES[flat.dtype])
-    micro_steps = int(program.option["micro_steps"])
+    micro_steps = int(program.options.texts["micro_steps"])
     inputs = [
         [
             [{"x": torch.randn(2, 4, generator=generator)} for _ in range(micro_steps)]

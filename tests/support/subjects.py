@@ -321,7 +321,7 @@ def _batches(name: str, program: Program) -> list[list[list[Batch]]]:
             return like[path].roll(at)
         return torch.randn(shape, generator=generator)
 
-    micro_steps = int(program.option.get("micro_steps", "1"))
+    micro_steps = int(program.options.texts.get("micro_steps", "1"))
     return [
         [
             [

@@ -235,7 +235,7 @@ def trained(program: Program) -> dict[str, Tensor]:
     lockstep = Lockstep(program, seed=1)
     lockstep.initialise(any_length.model, 1)
     streams = [any_length.batches(rank, 2, seed=5) for rank in range(2)]
-    count = int(program.option["micro_steps"])
+    count = int(program.options.texts["micro_steps"])
     values: dict[str, Tensor] = {}
     for step in range(2):
         batches = [[next(stream) for _ in range(count)] for stream in streams]

@@ -15,6 +15,7 @@ from zeroir.errors import UserError
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
 from zeroir.ir.ops import Op
+from zeroir.ir.options import WrittenOptions
 from zeroir.ir.program import LAST_MICRO_STEP, Program
 from zeroir.passes.common.order import derive_waits, without_waits
 from zeroir.passes.common.rewrite import map_regions
@@ -139,8 +140,8 @@ def test_the_weight_of_another_micro_batch_is_refused() -> None:
 def test_a_false_claim_of_the_number_is_refused(
     options: Mapping[str, str], interleaved: int, sentence: str
 ) -> None:
-    pairs = tuple(sorted({**WHOLE.scheduled.option, **options}.items()))
-    mutant = replace(WHOLE.scheduled, interleaved=interleaved, options=pairs)
+    claimed = WrittenOptions.of({**WHOLE.scheduled.options.texts, **options})
+    mutant = replace(WHOLE.scheduled, interleaved=interleaved, options=claimed)
     (finding,) = verify(mutant, WHOLE.logical).findings
     assert (finding.code, sentence in finding.sentence) == ("Z406", True)
 

@@ -20,6 +20,7 @@ from zeroir.ir.contents import FlatContent, Micro, NamedContent
 from zeroir.ir.dtypes import DType
 from zeroir.ir.mesh import COMPUTE, REDUCE
 from zeroir.ir.ops import Op, Pair, Reduction
+from zeroir.ir.options import WrittenOptions
 from zeroir.ir.program import (
     EVALUATE,
     LAST_MICRO_STEP,
@@ -318,7 +319,7 @@ def test_an_evaluation_leaves_sums_alone() -> None:
             sections=(*sections, evaluate),
             reports=with_report(program.reports, Quantity.EVAL_LOSS, "eval_loss"),
             buffers=(*program.buffers, loss),
-            options=(("micro_steps", "2" if len(sections) == 3 else "1"),),
+            options=WrittenOptions.of({"micro_steps": "2" if len(sections) == 3 else "1"}),
         )
         report = verify(found)
         assert any(

@@ -63,7 +63,6 @@ def _captured(source: ModelSource, options: CompileOptions) -> Captured:
     )
     return Captured(
         artifact=artifact,
-        options=traced.options,
         outside=traced.outside,
         numbers=traced.numbers,
         kept=traced.kept,

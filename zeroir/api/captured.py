@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zeroir.artifact import Artifact
-from zeroir.config import CompileOptions
 from zeroir.errors import Remainders
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """An artefact with only a logical program, and its options including those that the model itself sets.
+    """An artefact with only a logical program, whose options include those that the model itself sets.
 
     ``outside`` are the tensors of the user's code, outside the model, by the names of their constants, and ``numbers``
     the numbers that the program follows; ``kept`` are the places where the code stores tensors, and ``reads`` the files
@@ -29,7 +28,6 @@ class Captured:
     """
 
     artifact: Artifact
-    options: CompileOptions
     outside: Mapping[str, Tensor]
     kept: KeptTensors
     reads: OutsideReads

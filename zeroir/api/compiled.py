@@ -16,12 +16,17 @@ from zeroir.api.keywords import flat_values
 from zeroir.api.lowering import Lowered, lower, verified
 from zeroir.api.search.idle_offload import warn_of_idle_offload
 from zeroir.artifact import Artifact, ConfigRecord
-from zeroir.config import CompileOptions, changed, for_world_size
+from zeroir.config import (
+    CompileOptions,
+    changed,
+    for_world_size,
+    options_of,
+    why_not_evaluate,
+)
 from zeroir.config.shapes import values_given
 from zeroir.errors import UserError
 from zeroir.ir.analysis.instances import instance
 from zeroir.ir.program import EVALUATE, MICRO_STEP, Program
-from zeroir.ir.recorded_options import why_not_evaluate
 from zeroir.ir.text import print_program, print_section
 from zeroir.memory.curve import peak_text
 from zeroir.report.names import counted, shortened
@@ -48,8 +53,7 @@ if TYPE_CHECKING:
 class CompiledProgram:
     """A scheduled program, the logical program that it was lowered from, and its verification report.
 
-    ``options`` are those that it was lowered with, and ``requested`` the user's, without the compiler's choices, for
-    instance for ``--offload adaptive``. ``path`` is the file that it was read from, if any; the model file is also
+    ``path`` is the file that it was read from, if any; the model file is also
     searched from there. ``source`` is the module or function that it was compiled from in this process, if any.
     ``speculation`` is the choice whether the host's update is speculative, if it was made in this process. ``watch``
     has, in the same case as ``source``, the state of the user's code that the program was compiled from, and
@@ -60,8 +64,6 @@ class CompiledProgram:
 
     artifact: Artifact
     report: Report
-    options: CompileOptions
-    requested: CompileOptions
     path: Path | None = None
     source: ModelSource | None = field(default=None, compare=False)
     speculation: SpeculationChoice | None = field(default=None, compare=False)
@@ -79,6 +81,16 @@ class CompiledProgram:
     def logical(self) -> Program:
         """The program for one device, before any pass."""
         return self.artifact.logical
+
+    @property
+    def options(self) -> CompileOptions:
+        """The options that it was lowered with."""
+        return options_of(self.program)
+
+    @property
+    def requested(self) -> CompileOptions:
+        """The user's options, without the compiler's choices, for instance for ``--offload adaptive``."""
+        return options_of(self.logical)
 
     @property
     def config(self) -> ConfigRecord | None:
@@ -420,14 +432,13 @@ def specialised(
     options = changed(options, **changes)
     folder = options.offload.folder or compiled.artifact.offload_folder
     artifact = replace(compiled.artifact, offload_folder=folder)
-    if options.to_pairs() == compiled.requested.to_pairs():
+    if options.all_pairs == compiled.requested.all_pairs:
         return replace(compiled, artifact=artifact)
     logical = artifact.logical
     if begins_to_accumulate:
         logical = declared(accumulate(logical))
-    artifact = replace(artifact, logical=replace(logical, options=options.to_pairs()))
-    lowered = lower(artifact.logical, options, is_kept=True)
-    made = with_proof(artifact, options, lowered, path=compiled.path)
+    artifact = replace(artifact, logical=replace(logical, options=options))
+    made = with_proof(artifact, lower(artifact.logical, is_kept=True), path=compiled.path)
     return replace(
         made,
         source=compiled.source,
@@ -447,14 +458,13 @@ def _require_groups(compiled: CompiledProgram, micro_steps: int) -> None:
         )
 
 
-def lowered_again(artifact: Artifact, options: CompileOptions) -> CompiledProgram:
-    """Lower the logical program of an artefact with these options."""
-    return with_proof(artifact, options, lower(artifact.logical, options))
+def lowered_again(artifact: Artifact) -> CompiledProgram:
+    """Lower the logical program of an artefact."""
+    return with_proof(artifact, lower(artifact.logical))
 
 
 def with_proof(
     artifact: Artifact,
-    requested: CompileOptions,
     lowered: Lowered,
     *,
     path: Path | None = None,
@@ -464,12 +474,10 @@ def with_proof(
     compiled = CompiledProgram(
         artifact=replace(artifact, scheduled=lowered.proof.program),
         report=lowered.proof.report,
-        options=lowered.options,
-        requested=requested,
         path=path,
         speculation=lowered.speculation,
     )
-    if requested.offload.memory_budget is not None or machine is not None:
+    if compiled.requested.offload.memory_budget is not None or machine is not None:
         compiled = require_valid(with_report(compiled, machine=machine))
     warn_of_idle_offload(compiled.program, compiled.options)
     return compiled
@@ -507,7 +515,7 @@ def with_report(
     compiled: CompiledProgram, budget_bytes: int | None = None, machine: Machine | None = None
 ) -> CompiledProgram:
     """Verify the program, and return it with the resulting artefact and report."""
-    artifact, report = verified(compiled.artifact, compiled.options, budget_bytes, machine)
+    artifact, report = verified(compiled.artifact, budget_bytes, machine)
     return replace(compiled, artifact=artifact, report=report)
 
 

@@ -15,7 +15,7 @@ from zeroir.api.config_file import Config, resolve_options
 from zeroir.api.keywords import CompileKeywords, flat_values, is_torchs
 from zeroir.api.lowering import lower
 from zeroir.artifact import Artifact, ConfigRecord
-from zeroir.config import CompileOptions, options_from_pairs
+from zeroir.config import CompileOptions
 from zeroir.errors import InternalError, ShapesError
 from zeroir.ir.analysis.instances import instance, segments_at_ends
 from zeroir.verify import Report, VerificationError, verify
@@ -127,8 +127,7 @@ def compile_source(
     captured = capture_source(source, options, takes_example=takes_example)
     artifact = replace(captured.artifact, config=config)
     try:
-        # The model itself sets options, too, such as the units to recompute.
-        lowered = lower(artifact.logical, captured.options, is_kept=True)
+        lowered = lower(artifact.logical, is_kept=True)
     except VerificationError as error:
         _require_every_size(artifact.logical, error.report.findings[0].sentence)
         raise InternalError(f"The traced program is broken before any pass. {error}") from error
@@ -138,7 +137,7 @@ def compile_source(
     if problem is not None:
         _require_every_size(artifact.logical, problem)
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
-    compiled = with_proof(artifact, captured.options, lowered)
+    compiled = with_proof(artifact, lowered)
     compiled = replace(compiled, compile_source=compile_again)
     return with_source(compiled, source, captured, partial(compile_again, source))
 
@@ -184,9 +183,8 @@ def lowered_for(artifact: Artifact, options: CompileOptions, machine: Machine) -
 
     Its segments declare the workspaces that were measured on the machine, if there are any.
     """
-    logical = replace(artifact.logical, options=options.to_pairs())
-    lowered = lower(logical, options, machine)
-    return with_proof(replace(artifact, logical=logical), options, lowered, machine=machine)
+    artifact = replace(artifact, logical=replace(artifact.logical, options=options))
+    return with_proof(artifact, lower(artifact.logical, machine), machine=machine)
 
 
 def load_program(path: str | Path) -> CompiledProgram:
@@ -210,8 +208,6 @@ def load_unverified(
     compiled = CompiledProgram(
         artifact=artifact,
         report=Report(),
-        options=options_from_pairs(artifact.scheduled.options),
-        requested=options_from_pairs(artifact.logical.options),
         path=Path(path),
         compile_source=compile_again,
     )

@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -132,7 +133,8 @@ def _found(path: Path, program: Program) -> Proof | None:
         if kept.logical == program and report.is_valid:
             with contextlib.suppress(OSError):
                 os.utime(path)
-            return Proof(program=kept.scheduled, report=report)
+            # The file has no folder on a disk.
+            return Proof(program=replace(kept.scheduled, options=program.options), report=report)
         problem = f"'{path}' is one of another model."
     if path.exists():  # another process may have removed it
         LOGGER.warning("A kept program is made again. %s", problem)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from zeroir.api import kept_programs
 from zeroir.artifact import Artifact
-from zeroir.config import CompileOptions, replaced
-from zeroir.ir.byte_sizes import parse_bytes
+from zeroir.config import options_of, replaced
 from zeroir.ir.program import Program
 from zeroir.verify import Report
 from zeroir.verify import verify as verify_program
@@ -22,21 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """A scheduled program with its proof, its options, and the choice about speculation."""
+    """A scheduled program with its proof, and the choice about speculation."""
 
     proof: Proof
-    options: CompileOptions
     speculation: SpeculationChoice | None
 
 
 def lower(
     logical: Program,
-    options: CompileOptions,
     machine: Machine | None = None,
     *,
     is_kept: bool = False,
 ) -> Lowered:
-    """Lower a program, after choosing what options leave open: ``--offload adaptive``, and speculation.
+    """Lower a program with its options, after choosing what they leave open: ``--offload adaptive``, and speculation.
 
     A program that ``is_kept`` is found on disk if it was lowered before, and else kept there.
     """
@@ -45,23 +42,22 @@ def lower(
     from zeroir.passes.manager import prove
     from zeroir.passes.pipelines import for_options
 
-    options = settled(logical, options, machine)
+    options = settled(logical, options_of(logical), machine)
     speculation = choose(logical, options, machine)
     if speculation is not None:
         options = replaced(options, speculate=speculation.speculates)
-    program, passes = replace(logical, options=options.to_pairs()), for_options(options)
+    program, passes = replace(logical, options=options), for_options(options)
     make = partial(prove, program, passes)
     proof = kept_programs.proved(program, passes, make) if is_kept else make()
-    return Lowered(proof=proof, options=options, speculation=speculation)
+    return Lowered(proof=proof, speculation=speculation)
 
 
 def verified(
     artifact: Artifact,
-    options: CompileOptions,
     budget_bytes: int | None = None,
     machine: Machine | None = None,
 ) -> tuple[Artifact, Report]:
-    """Verify the scheduled program of an artefact with these options and a budget of device memory.
+    """Verify the scheduled program of an artefact with a budget of device memory.
 
     Workspaces that were measured on ``machine`` replace the declared ones. The default budget is the program's own.
     """
@@ -70,8 +66,9 @@ def verified(
 
         scheduled = with_measured_workspaces(artifact.scheduled, machine)
         artifact = replace(artifact, scheduled=scheduled)
-    if budget_bytes is None and options.offload.memory_budget is not None:
-        budget_bytes = parse_bytes(options.offload.memory_budget)
+    options = options_of(artifact.scheduled)
+    if budget_bytes is None:
+        budget_bytes = options.offload.memory_budget_bytes
     report = verify_program(
         artifact.scheduled, reference=artifact.logical, budget_bytes=budget_bytes
     )

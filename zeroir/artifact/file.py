@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from zeroir.artifact.outputs import MAGIC, PROGRAM, write_whole
 from zeroir.artifact.schema import SCHEMA_VERSION, SchemaError, TextError, pack, unpack
+from zeroir.config import options_of
 from zeroir.errors import InternalError, UserError
 from zeroir.ir.limits import LARGEST_FILE_BYTES
 from zeroir.ir.program import Program
@@ -111,7 +112,8 @@ def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
     """The artefact in the bytes of a file; errors call the file ``name``.
 
     Raises:
-        UserError: if the bytes are no program, are damaged, have another schema, or name an op that may not run.
+        UserError: if the bytes are no program, are damaged, have another schema, or name an op that may not run or an
+            option that is wrong.
     """
     length = _body_length(data, name)
     _, major, minor, _ = _HEAD.unpack_from(data)
@@ -136,7 +138,11 @@ def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
     artifact = _decoded(body, name, (major, minor))
     for program in (artifact.logical, artifact.scheduled):
         _check_ops(program, name)
-    return artifact
+    return replace(
+        artifact,
+        logical=_with_options(artifact.logical, name),
+        scheduled=_with_options(artifact.scheduled, name),
+    )
 
 
 def save(artifact: Artifact, path: str | Path) -> None:
@@ -224,6 +230,14 @@ def _decoded(body: bytes, name: str, version: tuple[int, int]) -> Artifact:
             f"'{name}' ({written}) cannot be read by this zeroir (schema {read}): "
             f"{error.message}{place}; {remedy}."
         ) from error
+
+
+def _with_options(program: Program, name: str) -> Program:
+    """The program with the options that its texts describe; UserError if one is wrong."""
+    try:
+        return replace(program, options=options_of(program))
+    except UserError as error:
+        raise UserError(f"'{name}' has a wrong option: {error} Compile it again.") from None
 
 
 def _check_ops(program: Program, name: str) -> None:

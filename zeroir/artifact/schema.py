@@ -28,6 +28,7 @@ from zeroir.errors import InternalError, UserError
 from zeroir.ir.analysis.instances import with_integers
 from zeroir.ir.dtypes import DType
 from zeroir.ir.limits import LONGEST_TEXT, obeyed_character
+from zeroir.ir.options import Options, Pairs, WrittenOptions
 from zeroir.ir.program import Program
 from zeroir.ir.segments.segment import NodeArg, Ref, Symbol
 from zeroir.ir.segments.size_numbers import FUNCTIONS, SizeNumber
@@ -155,6 +156,8 @@ def _form(hint: object) -> _StoredForm:
         return _StoredForm(float, float)
     if hint is Program:
         return _program()
+    if hint is Options:
+        return _options()
     if Ref in arguments:
         return _StoredForm(_StoredArg, _write_arg, _read_arg)
     if origin in (UnionType, typing.Union):
@@ -164,6 +167,18 @@ def _form(hint: object) -> _StoredForm:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _dataclass(hint, None)
     return _StoredForm(hint)
+
+
+@cache
+def _options() -> _StoredForm:
+    pairs = _form(Pairs)
+    read = pairs.read
+    assert read is not None
+    return _StoredForm(
+        pairs.wire,
+        lambda options: pairs.written(options.pairs),
+        lambda wire: WrittenOptions(read(wire)),
+    )
 
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]

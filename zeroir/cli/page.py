@@ -151,11 +151,10 @@ def _reported(
     """A loaded program on a machine, with its own budget unless one is given, else with the machine's memory."""
     from zeroir.cost.measured_workspaces import with_measured_workspaces
     from zeroir.cost.simulate import simulate
-    from zeroir.ir import recorded_options
     from zeroir.report.page.sides import ReportedProgram
 
     if budget_bytes is None:
-        budget_bytes = recorded_options.memory_budget_bytes(compiled.program)
+        budget_bytes = compiled.options.offload.memory_budget_bytes
     if budget_bytes is None:
         budget_bytes = int(machine.memory.size_bytes.value)
     return ReportedProgram(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from pydantic import ValidationError
@@ -12,7 +12,6 @@ from zeroir.config.rules import problem_of_groups, problem_without_effect
 from zeroir.config.table import explain_validation, flat_model
 from zeroir.errors import UserError
 from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS
-from zeroir.ir.optimizers.catalogue import OPTIONS, Algorithm
 
 GivenOptions: Final = flat_model(
     "GivenOptions", CompileOptions.rows(), "The options of ``zeroir compile``, by flat name."
@@ -72,17 +71,3 @@ def for_world_size(options: CompileOptions, world_size: int) -> CompileOptions:
             )
         mesh = f"{REPLICATE_AXIS}={world_size // shard},{SHARD_AXIS}={shard}"
     return replaced(options, world_size=world_size, mesh=mesh)
-
-
-def options_from_pairs(pairs: Iterable[tuple[str, str]]) -> CompileOptions:
-    """The inverse of ``CompileOptions.to_pairs``; an option may have no effect. UserError as for ``make_options``.
-
-    A program has the settings of every optimizer; those of other optimizers are left out.
-    """
-    values = dict(pairs)
-    optimizer = values.get("optimizer")
-    if optimizer in set(Algorithm):
-        for name, option in OPTIONS.items():
-            if optimizer not in option.settings:
-                values.pop(name, None)
-    return CompileOptions.from_flat(values)

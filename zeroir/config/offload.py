@@ -177,3 +177,8 @@ class Offload(OptionObject):
     def host_cache_bytes(self) -> int:
         """The host memory that keeps a part of what would be on disk."""
         return 0 if self.host_cache is None else parse_bytes(self.host_cache)
+
+    @property
+    def memory_budget_bytes(self) -> int | None:
+        """The device memory in which the program has to fit; None without a limit."""
+        return None if self.memory_budget is None else parse_bytes(self.memory_budget)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Final, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from zeroir.config.communication import Communication, Prefetch, Unshard
 from zeroir.config.field_types import (
@@ -27,16 +27,20 @@ from zeroir.config.units import Units
 from zeroir.errors import UserError
 from zeroir.ir.limits import LARGEST_SCALAR, MOST_RANKS
 from zeroir.ir.mesh import DATA_AXIS, REPLICATE_AXIS, Axis, Mesh
+from zeroir.ir.optimizers.catalogue import OPTIONS, Algorithm
+from zeroir.ir.options import Options, Pairs
 
 _SHARDING: Final = "Sharding"
 _STEPS: Final = "Steps"
 _OPTIMIZER: Final = "Optimizer"
 
 
-class CompileOptions(OptionObject):
+class CompileOptions(Options, OptionObject):
     """The options of a compilation. The order of the fields is that of the groups in ``--help``."""
 
     command: ClassVar[str | None] = "compile"
+
+    _as_read: Pairs | None = PrivateAttr(None)
 
     stage: Annotated[
         int,
@@ -196,8 +200,34 @@ class CompileOptions(OptionObject):
         fixed = self.loss_scale.fixed
         return self.loss_scale.initial if fixed is None else fixed
 
-    def to_pairs(self) -> tuple[tuple[str, str], ...]:
-        """The options as a program stores them: names and texts, sorted by name, without options that are not set.
+    @classmethod
+    def from_pairs(cls, pairs: Pairs, **others: object) -> Self:
+        """Read what a file stores of options, which keep these texts; an option may have no effect.
+
+        A program has the settings of every optimizer; those of other optimizers are left out. ``others`` are values
+        for options that the file does not have.
+
+        Raises:
+            UserError: on the first that is wrong, as ``make_options`` does.
+        """
+        values = others | dict(pairs)
+        optimizer = values.get("optimizer")
+        if optimizer in set(Algorithm):
+            for name, option in OPTIONS.items():
+                if optimizer not in option.settings:
+                    values.pop(name, None)
+        options = cls.from_flat(values)
+        options._as_read = pairs
+        return options
+
+    @property
+    def pairs(self) -> Pairs:
+        """The names and texts that files store: those that were read, or else of all options that are set."""
+        return self.all_pairs if self._as_read is None else self._as_read
+
+    @property
+    def all_pairs(self) -> Pairs:
+        """The names and texts of all options that are set, sorted by name.
 
         The folder of ``offload_to`` is left out: it is a matter of the machine that runs the program.
         """

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from zeroir.config import options_of
 from zeroir.errors import UserError
-from zeroir.ir import ops, recorded_options
+from zeroir.ir import ops
 from zeroir.ir.analysis.effects import effects
 from zeroir.ir.analysis.happens_before import Position, StreamClocks
 from zeroir.ir.analysis.threaded_streams import threaded_streams
@@ -53,7 +54,7 @@ def require_micro_steps(program: Program, micro_steps: int | None) -> int:
         UserError: if the program has no section for so many micro-steps, does not run them in equal groups, or where
             they are too many.
     """
-    count = recorded_options.micro_steps(program) if micro_steps is None else micro_steps
+    count = options_of(program).micro_steps.count if micro_steps is None else micro_steps
     if count < 1:
         raise UserError(f"A step has at least one micro-step, and not {count}.")
     group = program.interleaved

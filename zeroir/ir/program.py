@@ -22,6 +22,7 @@ from zeroir.ir.dtypes import DType
 from zeroir.ir.fields import Declares, Flag, Form, NameKind, Refers, Word
 from zeroir.ir.mesh import STREAMS, Communicator, Executor, Mesh, Stream
 from zeroir.ir.ops import Algorithm, Decide, Op, Transfer
+from zeroir.ir.options import NO_OPTIONS, Options
 from zeroir.ir.reports import Quantity, ReportBinding, Storing
 from zeroir.ir.segments.operators import Operator
 from zeroir.ir.segments.segment import Segment
@@ -329,7 +330,7 @@ class Program:
     weighing: Weighing | None = None
     rank: Annotated[str, Refers(NameKind.BUFFER, "the rank is bound to")] | None = None
     interleaved: int = 1
-    options: tuple[tuple[str, str], ...] = ()
+    options: Options = NO_OPTIONS
     passes: tuple[Annotated[str, Word("the spec of a pass")], ...] = ()
     fingerprint: Annotated[str, Word("a fingerprint")] = ""
 
@@ -340,7 +341,7 @@ class Program:
     @property
     def outline(self) -> str:
         """Stage, precision, mesh, and the numbers of units and of ops, in one line."""
-        option = self.option
+        option = self.options.texts
         facts = [f"stage {option['stage']}"] if "stage" in option else []
         facts += [option["precision"]] if "precision" in option else []
         facts.append("mesh " + " ".join(f"{axis.name}={axis.size}" for axis in self.mesh.axes))
@@ -464,11 +465,6 @@ class Program:
     def section_by_name(self) -> Mapping[str, Section]:
         """Sections by name."""
         return {section.name: section for section in self.sections}
-
-    @cached_property
-    def option(self) -> Mapping[str, str]:
-        """Options by name."""
-        return dict(self.options)
 
     def ops(self) -> Iterator[Op]:
         """Yield every op of every section, in order."""

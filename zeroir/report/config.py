@@ -33,7 +33,7 @@ def config_json(artifact: Artifact) -> ConfigFacts:
     record = artifact.config
     if record is None:
         return {}
-    values = artifact.scheduled.option
+    values = artifact.scheduled.options.texts
     return {
         "config": record.name,
         "options": {
@@ -57,8 +57,9 @@ def config_text(artifact: Artifact) -> str:
 def render_config(record: ConfigRecord, program: Program) -> RenderableType:
     """Render a line per option with its name, its value and the place that set it, followed by the notes."""
     table = columns_table("option", "value", "from")
+    texts = program.options.texts
     for option, origin in record.origins:
-        table.add_row(option, program.option.get(option, "none"), origin)
+        table.add_row(option, texts.get(option, "none"), origin)
     notes = [Text(note) for note in record.notes]
     title = Text(f"Options with {record.name}", style="bold")
     return Group(title, Lines(table=table, is_foldable=False), *notes, Text())

@@ -14,7 +14,6 @@ from zeroir.ir.program import MICRO_STEP
 if TYPE_CHECKING:
     from zeroir.api.compilations import Compiled
     from zeroir.artifact import Artifact
-    from zeroir.config import CompileOptions
     from zeroir.runtime.engine.engine import Engine
     from zeroir.runtime.engine.signatures import Signatures
     from zeroir.runtime.engine.watched_code import WatchedCode
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 class Lower(Protocol):
     """Lowers the logical program of an artefact."""
 
-    def __call__(self, artifact: Artifact, options: CompileOptions) -> Compiled:
+    def __call__(self, artifact: Artifact) -> Compiled:
         """Return the compiled program."""
 
 
@@ -56,8 +55,8 @@ def compiled_eagerly(
     options = eager_options(compiled.requested)
     with torch_globals_kept(), warnings.catch_warnings(action="ignore", category=ModelWarning):
         logical = trace_eagerly(source, options, engine.program, others, step_counts)
-    artifact = replace(compiled.artifact, logical=replace(logical, options=options.to_pairs()))
-    eager = lower(artifact, options)
+    artifact = replace(compiled.artifact, logical=replace(logical, options=options))
+    eager = lower(artifact)
     if MICRO_STEP in engine.program.section_by_name and not eager.accumulates:
         eager = eager.specialise(micro_steps=2)
     return Signatures(

@@ -27,8 +27,8 @@ from zeroir.api.running.run_lowering import (
 from zeroir.api.running.run_options import TENSORBOARDS, RunOptions
 from zeroir.api.sentences import say, warnings_as_sentences
 from zeroir.artifact.outputs import TIMELINE, require_writable, write_whole
+from zeroir.config import options_of
 from zeroir.errors import UserError
-from zeroir.ir import recorded_options
 from zeroir.report.names import counted
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _training(
 ) -> TrainingState:
     from zeroir.runtime.training.training_state import TrainingState
 
-    is_scheduled = recorded_options.schedule(engine.program) is not None
+    is_scheduled = options_of(engine.program).schedule is not None
     return TrainingState(
         engine=engine,
         data=open_data(source, job_rank, options.seed),

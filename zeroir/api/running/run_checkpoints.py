@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NoReturn
 from zeroir.api.running.run_options import AUTO, NONE, RunOptions, SaveOptions
 from zeroir.api.sentences import say, say_reason
 from zeroir.checkpoint.folder import Best, CheckpointFolder, HeldFolder, Listed
+from zeroir.config import options_of
 from zeroir.errors import DamagedCheckpointError, UserError
-from zeroir.ir import recorded_options
 from zeroir.report.names import counted
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _sentences(
             )
         case "loader" | "start-step":
             pass
-    schedule = recorded_options.schedule(training.engine.program)
+    schedule = options_of(training.engine.program).schedule
     if resumed.schedule not in (None, schedule):
         sentences.append(f"The schedule was {resumed.schedule}, and is {schedule} from now on.")
     is_counting = training.scheduler is not None and training.scheduler.needs_steps

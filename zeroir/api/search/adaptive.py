@@ -29,7 +29,6 @@ from zeroir.cost.machine import Machine
 from zeroir.cost.search import SearchOutcome
 from zeroir.errors import InternalError, UserError
 from zeroir.ir import ops
-from zeroir.ir.byte_sizes import parse_bytes
 from zeroir.ir.program import Program
 
 Measure = Callable[[Mapping[str, Value]], tuple[Candidate, SearchOutcome]]
@@ -55,12 +54,11 @@ def settled(
     """
     if ADAPTIVE not in options.offload.what:
         return options
-    if options.offload.memory_budget is None:
+    budget_bytes = options.offload.memory_budget_bytes
+    if budget_bytes is None:
         raise InternalError("Options without a memory budget ask for adaptive offloading.")
     plain = replaced(options, offload=(), offload_to=HOST, host_cache=None)
-    measurer = CandidateMeasurer(
-        logical, plain, parse_bytes(options.offload.memory_budget), machine
-    )
+    measurer = CandidateMeasurer(logical, plain, budget_bytes, machine)
     units = movable_units(logical)
 
     def placed(settings: Mapping[str, Value]) -> Mapping[str, Value]:

@@ -194,7 +194,7 @@ class CandidateMeasurer:
         passes = for_options(self.options(settings))
         local = passes[: _first_reduction(passes)]
         if local not in self._compute_ns:
-            program = replace(self._after(local), options=self._base.to_pairs())
+            program = replace(self._after(local), options=self._base)
             program = instance(program, self._at)
             self._compute_ns[local] = int(compute_bound_s(program, machine) * 1e9)
         return self._compute_ns[local]
@@ -207,7 +207,7 @@ class CandidateMeasurer:
         """Lower the program up to memory planning: without waits and without corrections of its segments' memory."""
         options = self.options(settings)
         passes = tuple(step for step in for_options(options) if not isinstance(step, PlanMemory))
-        return replace(self._after(passes), options=options.to_pairs())
+        return replace(self._after(passes), options=options)
 
     def _run_passes(self, passes: tuple[Pass, ...]) -> Program:
         """Run these passes on the logical program without verifying it.

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
 
+from zeroir.config import options_of, replaced
 from zeroir.config.shapes import parse_shapes, shapes_text
 from zeroir.errors import UserError
-from zeroir.ir import recorded_options
 from zeroir.ir.analysis.instances import narrowed, narrowed_size
 from zeroir.ir.byte_sizes import format_bytes
 from zeroir.ir.program import Program
@@ -159,11 +159,13 @@ def largest_batches(
 
 def narrowed_capture(logical: Program, sizes: Mapping[str, int]) -> Program:
     """Return the captured program for batches of at most these sizes, as if it had been captured for them."""
+    options = options_of(logical)
+    assert options.shapes is not None
     shapes = {
         path: tuple(None if size is None else narrowed_size(size, sizes) for size in of_path)
-        for path, of_path in parse_shapes(recorded_options.shapes(logical)).items()
+        for path, of_path in parse_shapes(options.shapes).items()
     }
-    options = {**logical.option, "shapes": shapes_text(shapes)}
-    program = replace(narrowed(logical, sizes), options=tuple(sorted(options.items())))
+    options = replaced(options, shapes=shapes_text(shapes))
+    program = replace(narrowed(logical, sizes), options=options)
     # Segments declare their memory at the bound.
     return corrected(program)

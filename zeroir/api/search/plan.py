@@ -21,13 +21,12 @@ from zeroir.api.search.candidates import Candidate, CandidateMeasurer
 from zeroir.api.search.histogram import Histogram, counts_of, mean_sizes
 from zeroir.api.search.largest_batches import LargestBatches, largest_batches
 from zeroir.api.search.planner import MOST_TRIED, Alternative, NothingFitsError, Planner
-from zeroir.config import CompileOptions, make_options
+from zeroir.config import CompileOptions, make_options, options_of
 from zeroir.config.offload_places import ADAPTIVE
 from zeroir.config.shapes import values_given
 from zeroir.cost.histogram import MeanStep, Shape, mean_step
 from zeroir.cost.machine import Machine, load_machine
 from zeroir.errors import UserError
-from zeroir.ir import recorded_options
 from zeroir.ir.byte_sizes import parse_bytes
 from zeroir.ir.program import Program
 
@@ -150,7 +149,7 @@ def plan_with(
     if largest_batch:
         found = _largest_batches(artifact.logical, options, machine, budget_bytes, most_tried)
         logical = found.narrowed(artifact.logical)
-        options = make_options({**options.given, "shapes": recorded_options.shapes(logical)})
+        options = make_options({**options.given, "shapes": options_of(logical).shapes})
         artifact = replace(artifact, logical=logical)
     values = values_given(artifact.logical, at)
     planner = Planner(artifact.logical, options, machine, budget_bytes, values)

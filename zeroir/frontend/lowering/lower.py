@@ -141,7 +141,7 @@ def lower(
         groups=declared_groups(groups, trainable),
         reports=reports(options, has_evaluation=is_evaluated),
         rank=RANK if RANK in micro_step.buffers else None,
-        options=options.to_pairs(),
+        options=options,
         fingerprint=_fingerprint(flats, calls),
     )
 

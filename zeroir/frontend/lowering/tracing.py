@@ -35,7 +35,7 @@ from zeroir.workspace.segments import declared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModel:
-    """A logical program and its options: those given, and those that the model sets, such as the units to recompute.
+    """A logical program, whose options are those given and those that the model sets, such as units to recompute.
 
     ``outside`` are the tensors of the user's code, outside the model, by the names of their constants, and ``numbers``
     the numbers that the program follows; ``kept`` are the places where the code stores tensors, and ``reads`` the files
@@ -45,7 +45,6 @@ class TracedModel:
     """
 
     program: Program
-    options: CompileOptions
     outside: Mapping[str, Tensor]
     numbers: FollowedNumbers | None
     kept: KeptTensors
@@ -96,7 +95,6 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
     program = program_of(captured, options, weights, source.earlier)
     return TracedModel(
         program=program,
-        options=options,
         outside=captured.outside,
         numbers=captured.numbers,
         kept=captured.kept,

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from zeroir.ir.buffers import Buffer
 from zeroir.ir.ops import Op
+from zeroir.ir.options import WrittenOptions
 from zeroir.ir.program import Program, Section, State
 from zeroir.ir.segments.segment import Segment
 from zeroir.ir.sizes import Dim
@@ -50,7 +51,7 @@ class _ProgramParser:
             scan.fail("expected a line 'mesh AXIS=SIZE …' somewhere in the program.")
         return Program(options=options, **self.lines.fields())
 
-    def _first_line(self) -> tuple[tuple[str, str], ...]:
+    def _first_line(self) -> WrittenOptions:
         scan = self.scanner
         start = scan.here()
         if not scan.accept_keyword("zeroir"):
@@ -69,7 +70,7 @@ class _ProgramParser:
             scan.expect("=", f"expected '=' after the option '{key}'.")
             options.append((key, scan.word(f"the value of the option '{key}'")))
         scan.end_line()
-        return tuple(options)
+        return WrittenOptions(tuple(options))
 
     def _item(self) -> None:
         scan = self.scanner

@@ -65,7 +65,7 @@ def program_lines(program: Program) -> Iterator[str]:
 
 def header_lines(program: Program) -> Iterator[str]:
     """Yield everything before the segments: options, passes, mesh, flats, buffers, bindings."""
-    options = " ".join(f"{name(key)}={word(value)}" for key, value in program.options)
+    options = " ".join(f"{name(key)}={word(value)}" for key, value in program.options.pairs)
     yield f"zeroir {VERSION}  {options}".rstrip()
     names = Names(program=program)
     for line in _LINES:

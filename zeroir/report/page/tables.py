@@ -264,7 +264,7 @@ def passes(shown: Sequence[Side]) -> str:
 def options(shown: Sequence[Side]) -> str:
     """Return the options of the compilations; for two programs those that differ come first."""
     columns: list[Rows] = [
-        {name: [value] for name, value in side.reported.program.options} for side in shown
+        {name: [value] for name, value in side.reported.program.options.pairs} for side in shown
     ]
     names = dict.fromkeys(name for column in columns for name in column)
     by_difference = sorted(

@@ -73,7 +73,7 @@ def _header(program: Program, reference: Program) -> Iterator[Mismatch]:
                 f"the program is for {ranks} ranks, but the logical program for {comm.ranks}",
                 advice="Compile the model again for these ranks.",
             )
-    counts = [p.option.get("micro_steps", "1") for p in (program, reference)]
+    counts = [p.options.texts.get("micro_steps", "1") for p in (program, reference)]
     if counts[0] != counts[1]:
         yield Mismatch(
             f"a step has {counts[0]} micro-steps, in the logical program {counts[1]}",

@@ -61,7 +61,7 @@ def repetition_problem(program: Program, logical: Program) -> str | None:
         return f"a section of the logical program runs {logical.interleaved} micro-batches"
     if MICRO_STEP not in logical.section_by_name:
         return f"a section runs {count} micro-batches, but a step of the logical program has one"
-    steps = program.option.get("micro_steps", "1")
+    steps = program.options.texts.get("micro_steps", "1")
     if not steps.isdecimal() or int(steps) % count:
         return f"a section runs {count} micro-batches, which do not divide the {steps} of a step"
     if MICRO_STEP not in program.section_by_name and int(steps) != count:
