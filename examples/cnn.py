@@ -35,11 +35,11 @@ class Shapes(Dataset[Batch]):
         self.is_augmented = is_augmented
 
     def __len__(self) -> int:
-        """The number of images."""
+        """Return the number of images."""
         return self.samples
 
     def __getitem__(self, index: int) -> Batch:
-        """The image, (1, SIDE, SIDE), and its class, ()."""
+        """Return the image, (1, SIDE, SIDE), and its class, ()."""
         generator = torch.Generator().manual_seed(self.first + index)
         label = index % CLASSES
         size = 4 + 3 * torch.rand((), generator=generator)
@@ -54,7 +54,7 @@ class Shapes(Dataset[Batch]):
 
 
 def draw(label: int, y: Tensor, x: Tensor, size: Tensor) -> Tensor:
-    """The pixels of a shape, by their distances from its centre."""
+    """Return the pixels of a shape, by their distances from its centre."""
     match label:
         case 0:
             return torch.maximum(x.abs(), y.abs()) < 0.8 * size  # a square
@@ -96,7 +96,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTHS[-1], CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """The logits of images: from (batch, 1, SIDE, SIDE) to (batch, CLASSES)."""
+        """Return the logits of images: from (batch, 1, SIDE, SIDE) to (batch, CLASSES)."""
         logits: Tensor = self.head(self.blocks(F.relu(self.stem(images))).mean(dim=(2, 3)))
         return logits
 
@@ -107,7 +107,7 @@ def model() -> nn.Module:
 
 
 def loss(net: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean cross-entropy, and the share of images that are told right as an output of evaluations."""
+    """Return the mean cross-entropy, and the share of images that are told right as an output of evaluations."""
     images, labels = batch
     logits = net(images)
     return F.cross_entropy(logits, labels), {"right": (logits.argmax(1) == labels).float().mean()}
@@ -119,7 +119,7 @@ def batch() -> Batch:
 
 
 def batches(rank: int, world_size: int, seed: int) -> zeroir.ResumableLoader[Batch]:
-    """The images to train on, in an order that any number of ranks can resume."""
+    """Return the images to train on, in an order that any number of ranks can resume."""
     images = Shapes(0, SAMPLES, is_augmented=True)
     return zeroir.ResumableLoader(
         images, batch_size=BATCH, rank=rank, world_size=world_size, seed=seed

@@ -27,7 +27,7 @@ Batch = dict[str, Tensor]
 
 
 def base() -> LlamaForCausalLM:
-    """The model to adapt. A real one comes by `LlamaForCausalLM.from_pretrained`."""
+    """Make the model to adapt. A real one comes by `LlamaForCausalLM.from_pretrained`."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -42,7 +42,7 @@ def base() -> LlamaForCausalLM:
 
 
 def model() -> PeftModel:
-    """The base model with adapters beside its attention and its MLP."""
+    """Make the base model with adapters beside its attention and its MLP."""
     config = LoraConfig(
         task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear", lora_dropout=0.1
     )

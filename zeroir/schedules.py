@@ -199,7 +199,7 @@ class WarmupCosineLR(Schedule):
 
 
 def _warmup_factor(iteration: int, warmup_num_steps: int, kind: str) -> float | None:
-    """DeepSpeed's factor during the warm-up, which has at least two steps; None after it."""
+    """Return DeepSpeed's factor during the warm-up, which has at least two steps; None after it."""
     warmup = max(2, warmup_num_steps)
     if iteration >= warmup:
         return None

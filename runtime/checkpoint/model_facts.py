@@ -34,7 +34,7 @@ class ModelFacts:
         return (self.saved is None or name in self.saved) and name not in self.apart
 
     def aliases(self, name: str) -> tuple[str, ...]:
-        """The other names of a tensor."""
+        """Return the other names of a tensor."""
         return tuple(other for other in self.names.get(name, ()) if other != name)
 
     def unread(self, others: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -78,7 +78,7 @@ class DeviceDriver(Protocol):
     """A kind of device. Methods without a ``device`` are about the current device or stream of the calling thread."""
 
     def is_available(self) -> bool:
-        """Whether there is such a device."""
+        """Return whether there is such a device."""
 
     def device_count(self) -> int:
         """Return the number of devices that this process sees."""
@@ -117,7 +117,7 @@ class DeviceDriver(Protocol):
         """Return memory for graphs."""
 
     def is_capturing(self) -> bool:
-        """Whether work of the current stream is captured at present."""
+        """Return whether work of the current stream is captured at present."""
 
     def pinned_empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a 1-d tensor in host memory that a device accesses directly, with undefined elements or zeros.

@@ -20,7 +20,7 @@ class ElementsOnDisk:
     stop: int
 
     def numel(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return self.stop - self.start
 
     def chunks(self) -> Iterator[Tensor]:

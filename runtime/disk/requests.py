@@ -145,7 +145,7 @@ class Requests:
             self._transfer_out(first, pages)
 
     def _block(self) -> memoryview:
-        """This thread's block for one request, aligned to a page."""
+        """Return this thread's block for one request, aligned to a page."""
         block: memoryview | None = getattr(self._own, "block", None)
         if block is None:
             block = self._own.block = memoryview(mmap.mmap(-1, REQUEST_BYTES + PAGE_BYTES))

@@ -83,7 +83,7 @@ class RankResults:
         )
 
     def after_update(self, memory: RankMemory, before: BeforeUpdate) -> RankResult:
-        """The results of the step that the update ended."""
+        """Return the results of the step that the update ended."""
         # Without weights from the host, each micro-batch has the weight 1, and all ranks have the same number of them.
         total: Tensor | float = self.program.mesh.world_size * before.weight
         if self.program.weight is not None:
@@ -132,7 +132,7 @@ class RankResults:
         return values
 
     def loss_scale(self, memory: RankMemory) -> Tensor | None:
-        """A copy of the loss scale, f32[]; None where the program has none."""
+        """Return a copy of the loss scale, f32[]; None where the program has none."""
         scale = self._reported(memory, Quantity.LOSS_SCALE)
         return None if scale is None else scale[0].clone()
 

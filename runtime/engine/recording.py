@@ -26,7 +26,7 @@ class Recording:
         rank_program.executor.watch(step, self._recorder.watch)
 
     def timelines(self) -> list[list[Span]] | None:
-        """The recorded spans of every rank, on one clock; None on ranks other than 0."""
+        """Return the recorded spans of every rank, on one clock; None on ranks other than 0."""
         self._rank_program.executor.finish()
         encoded = self._rank_program.job.gather(to_bytes(self._recorder.spans()))
         return None if encoded is None else aligned(encoded)

@@ -127,7 +127,7 @@ class RankMemory:
                 self._block.untyped_storage().resize_(self._block.numel())
 
     def is_live(self, name: str) -> bool:
-        """Whether the buffer is allocated now."""
+        """Return whether the buffer is allocated now."""
         return name in self._live
 
     def require(self, names: frozenset[str]) -> None:
@@ -148,7 +148,7 @@ class RankMemory:
             self._tensors.pop(name, None)
 
     def is_on_disk(self, name: str) -> bool:
-        """Whether the buffer is on disk, so that it has no tensor."""
+        """Return whether the buffer is on disk, so that it has no tensor."""
         return name in self._on_disk
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:

@@ -84,7 +84,7 @@ class Artifact:
 
 
 def to_bytes(artifact: Artifact) -> bytes:
-    """The bytes of the file, the same for equal artefacts.
+    """Return the bytes of the file, the same for equal artefacts.
 
     Raises:
         UserError: if a name cannot be stored.
@@ -103,13 +103,13 @@ def to_bytes(artifact: Artifact) -> bytes:
 
 
 def envelope(body: bytes, version: tuple[int, int] = SCHEMA_VERSION) -> bytes:
-    """The bytes of a file with any body; ``version`` is the (major, minor) version of its schema."""
+    """Return the bytes of a file with any body; ``version`` is the (major, minor) version of its schema."""
     head = _HEAD.pack(MAGIC, *version, len(body))
     return head + hashlib.sha256(head + body).digest() + body
 
 
 def from_bytes(data: bytes, name: str = "<bytes>") -> Artifact:
-    """The artefact in the bytes of a file; errors call the file ``name``.
+    """Return the artefact in the bytes of a file; errors call the file ``name``.
 
     Raises:
         UserError: if the bytes are no program, are damaged, have another schema, or name an op that may not run or an
@@ -190,7 +190,7 @@ def require_program(path: str | Path) -> None:
 
 
 def _body_length(data: bytes | bytearray, name: str) -> int:
-    """The length of the body in bytes; a UserError if the data have no complete envelope of a program."""
+    """Return the length of the body in bytes; a UserError if the data have no complete envelope of a program."""
     _check_magic(bytes(data[:_START]), name)
     if len(data) < _START:
         raise UserError(f"'{name}' is cut off after {len(data)} bytes: copy or compile it again.")
@@ -233,7 +233,7 @@ def _decoded(body: bytes, name: str, version: tuple[int, int]) -> Artifact:
 
 
 def _with_options(program: Program, name: str) -> Program:
-    """The program with the options that its texts describe; UserError if one is wrong."""
+    """Return the program with the options that its texts describe; UserError if one is wrong."""
     try:
         return replace(program, options=options_of(program))
     except UserError as error:

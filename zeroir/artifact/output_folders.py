@@ -117,7 +117,7 @@ def folder_written_whole(path: Path, kind: FolderKind) -> Iterator[Path]:
 
 
 def unwritable_folder(path: Path, error: OSError) -> UserError:
-    """The error that a folder cannot be written."""
+    """Return the error that says that a folder cannot be written."""
     return UserError(f"'{path}' cannot be written: {error.strerror or error}.")
 
 

@@ -137,7 +137,7 @@ def written_whole(path: Path, kind: OutputKind) -> Iterator[BinaryIO]:
 
 
 def _head(path: Path) -> bytes:
-    """The first bytes of the file; none if it does not exist."""
+    """Return the first bytes of the file; none if it does not exist."""
     try:
         with path.open("rb") as file:
             return file.read(_HEAD_BYTES)
@@ -146,7 +146,7 @@ def _head(path: Path) -> bytes:
 
 
 def _is_device(path: Path) -> bool:
-    """Whether the path is a device or a pipe, such as /dev/null, which no file may replace."""
+    """Return whether the path is a device or a pipe, such as /dev/null, which no file may replace."""
     return path.exists() and not path.is_file()
 
 

@@ -58,7 +58,7 @@ class TextError(SchemaError):
 
 
 def pack(value: object) -> bytes:
-    """The msgpack bytes of a dataclass, the same for equal values; :func:`unpack` checks whether they fit the schema.
+    """Return the msgpack bytes of a dataclass, the same for equal ones; :func:`unpack` checks that they fit the schema.
 
     Raises:
         UserError: if a text is no Unicode.
@@ -75,7 +75,7 @@ def pack(value: object) -> bytes:
 
 
 def unpack(kind: type[T], data: bytes) -> T:
-    """The dataclass that bytes describe.
+    """Return the dataclass that bytes describe.
 
     Raises:
         SchemaError: if they describe something else.
@@ -102,7 +102,7 @@ _MESSAGE: Final = re.compile(r"(.*?)(?: - at `\$([^`]*)`)?", re.DOTALL)
 
 
 def _schema_error(error: msgspec.ValidationError) -> SchemaError:
-    """The error in words of ours; a name in it may be anything, and a terminal must not obey it."""
+    """Return the error in words of ours; a name in it may be anything, and a terminal must not obey it."""
     found = _MESSAGE.fullmatch(str(error)[:500])
     assert found is not None
     message, place = found[1].replace("`", "'"), found[2] or ""
@@ -130,11 +130,11 @@ class _StoredForm:
     read: Callable[[Any], Any] | None = None
 
     def written(self, value: object) -> object:
-        """The wire's value."""
+        """Return the wire's value."""
         return value if self.write is None else self.write(value)
 
     def value(self, wire: object) -> object:
-        """The program's value."""
+        """Return the program's value."""
         return wire if self.read is None else self.read(wire)
 
 
@@ -146,7 +146,7 @@ def _decoder(kind: type) -> tuple[_StoredForm, msgspec.msgpack.Decoder[object]]:
 
 @cache
 def _form(hint: object) -> _StoredForm:
-    """The form of an annotated type."""
+    """Return the form of an annotated type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is str:
         return _StoredForm(str, _write_text, _read_text)
@@ -190,7 +190,7 @@ def _write_text(value: object) -> object:
 
 
 def _read_text(value: str) -> str:
-    """The text, one object for all equal names; TextError where a command could not print it."""
+    """Return the text, one object for all equal names; TextError where a command could not print it."""
     if len(value) > LONGEST_TEXT:
         raise TextError(f"a text has {len(value):,} characters, more than {LONGEST_TEXT:,}")
     character = obeyed_character(value)
@@ -200,7 +200,7 @@ def _read_text(value: str) -> str:
 
 
 def _text_errors(wire: object, place: str) -> Iterator[TextError]:
-    """What is wrong with each text, and its place."""
+    """Yield what is wrong with each text, and its place."""
     match wire:
         case str() if type(wire) is str:  # and no member of an enumeration
             try:
@@ -233,7 +233,7 @@ def _tuple(arguments: tuple[object, ...]) -> _StoredForm:
 
 
 def _union(arguments: tuple[object, ...]) -> _StoredForm:
-    """The form of a union, which converts a value by its class."""
+    """Return the form of a union, which converts a value by its class."""
     classes: list[type] = [
         kind for kind in arguments if isinstance(kind, type) and dataclasses.is_dataclass(kind)
     ]

@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """The entry point: exit 0 on success, 1 on a finding, 2 on wrong input, 70 on a defect, 130 on Ctrl-C."""
+    """Run the command line: exit 0 on success, 1 on a finding, 2 on wrong input, 70 on a defect, 130 on Ctrl-C."""
     open_standard_streams()
     end_with_agent()
     # A sentence reports a broken connection; torch would print a trace of C++ frames before it.

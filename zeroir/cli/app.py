@@ -330,7 +330,7 @@ def _fail(exit_code: int, sentence: str) -> int:
 
 
 def _explain_options(error: BaseException | None) -> str | None:
-    """A sentence on a pydantic error; None for other errors. Commands without options do not load pydantic."""
+    """Explain a pydantic error in one sentence, and no other error. Commands without options do not load pydantic."""
     if "pydantic" not in sys.modules:
         return None
     from pydantic import ValidationError
@@ -373,7 +373,7 @@ def _explain_usage(error: CycloptsError) -> str:
 
 
 def _unknown_options(error: CycloptsError) -> list[str]:
-    """The options that a command does not have, as they were given."""
+    """Return the options that a command does not have, as they were given."""
     match error:
         case UnknownOptionError(token=Token(keyword=str(name))):
             return [name]
@@ -384,7 +384,7 @@ def _unknown_options(error: CycloptsError) -> list[str]:
 
 
 def _is_of_compile(command: str, option: str) -> bool:
-    """Whether an option that ``zeroir run`` does not have is one of ``zeroir compile``."""
+    """Return whether an option that ``zeroir run`` does not have is one of ``zeroir compile``."""
     if command != "zeroir run":
         return False
     return any(

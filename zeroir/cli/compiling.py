@@ -35,7 +35,7 @@ Config = Annotated[
 def resolved(
     config: Path | None, options: FlatOptions | None, source: Callable[[], ModelSource]
 ) -> ResolvedOptions:
-    """The options of the command line and of the configuration; one line says if that is found without being named."""
+    """Resolve the options of the command line and of the configuration; a line names a file that was found unasked."""
     if config is None and Path(DEFAULT_FILE).is_file():
         config = Path(DEFAULT_FILE)
         err.print(f"Options come from {DEFAULT_FILE} in the current folder.")

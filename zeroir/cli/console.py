@@ -34,7 +34,7 @@ _PLAIN: Final = {"×": "x", "…": "...", "→": "->", "µ": "u", "≤": "<=", "
 
 
 def _ascii_replacement(error: UnicodeError) -> tuple[str, int]:
-    """The replacement for characters that the output cannot encode, and the position after them."""
+    """Return the replacement for characters that the output cannot encode, and the position after them."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     unencodable = error.object[error.start : error.end]
@@ -51,7 +51,7 @@ def accept_any_text() -> None:
 
 
 def shortened_words(text: str) -> str:
-    """The text with very long words shortened in the middle, such as numbers of 1,000 digits."""
+    """Return the text with very long words shortened in the middle, such as numbers of 1,000 digits."""
     return re.sub(r"\S{200,}", lambda word: f"{word[0][:60]}…{word[0][-20:]}", text)
 
 
@@ -70,7 +70,7 @@ class _Console(Console):
         highlight: bool | None = None,
         highlighter: HighlighterType | None = None,
     ) -> Text:
-        """A text as rich measures it and lays it out."""
+        """Render a text as rich measures it and lays it out."""
         return super().render_str(
             printable(text),
             style=style,
@@ -85,7 +85,7 @@ class _Console(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """The parts of what is printed, also of texts that have a style already."""
+        """Render the parts of what is printed, also of texts that have a style already."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
@@ -109,14 +109,14 @@ help_console = _console(is_stderr=False, pipe_width=None)
 
 
 def print_json(value: object) -> None:
-    """One JSON document on stdout, without colour; in ASCII where stdout is not in UTF-8."""
+    """Print one JSON document on stdout, without colour; in ASCII where stdout is not in UTF-8."""
     is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=not is_utf8) + "\n")
 
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """A spinner on stderr, if that is a terminal, while the body runs, whose own prints go to stderr, too."""
+    """Show a spinner on stderr, if that is a terminal, while the body runs, whose own prints go to stderr, too."""
     with redirect_stdout(sys.stderr):
         if not err.is_terminal:
             yield

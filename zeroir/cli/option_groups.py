@@ -36,12 +36,12 @@ _GROUPS: Final[dict[tuple[str, str], Group]] = {}
 
 
 def group(command: str, title: str) -> Group:
-    """A group in the help of a command; they are listed in the order in which they are first asked for."""
+    """Return a group in the help of a command; they are listed in the order in which they are first asked for."""
     return _GROUPS.setdefault((command, title), Group.create_ordered(title))
 
 
 def parameters_of(command: str, rows: Iterable[OptionRow]) -> type[FlatOptions]:
-    """A class of options with a parameter of the command line for each."""
+    """Return a class of options with a parameter of the command line for each."""
     has_defaults_off = command in ("run", "profile")
     fields: dict[str, Any] = {}
     for row in rows:
@@ -86,7 +86,7 @@ else:
 
 
 def _as_in_run(name: str) -> Parameter:
-    """An option of a run as an argument of another command."""
+    """Return an option of a run as an argument of another command."""
     row = RUN_ROWS[name]
     return Parameter(help=row.option.help, negative=() if row.default is False else None)
 

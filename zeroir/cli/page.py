@@ -148,7 +148,7 @@ def _reported(
     budget_bytes: int | None,
     micro_steps: int | None,
 ) -> ReportedProgram:
-    """A loaded program on a machine, with its own budget unless one is given, else with the machine's memory."""
+    """Report a loaded program on a machine, with its own budget unless one is given, else with the machine's memory."""
     from zeroir.cost.measured_workspaces import with_measured_workspaces
     from zeroir.cost.simulate import simulate
     from zeroir.report.page.sides import ReportedProgram

@@ -23,7 +23,7 @@ _SHOWN: int = 12
 
 
 def render_plan(plan: Plan, *, is_unfolded: bool = False) -> RenderableType:
-    """The chosen options, the lower bound, and the closest alternatives; all of them if ``is_unfolded``."""
+    """Render the chosen options, the lower bound, and the closest alternatives; all of them if ``is_unfolded``."""
     chosen = plan.chosen
     grid = facts_table()
     grid.add_row("machine", f"{plan.machine}, {counted(plan.world_size, 'rank')}")
@@ -83,7 +83,7 @@ def _limits_table(found: LargestBatches) -> Table:
 
 
 def plan_json(plan: Plan) -> dict[str, object]:
-    """All of a plan except its program."""
+    """Return all of a plan except its program."""
     return {
         "machine": plan.machine,
         "world_size": plan.world_size,

@@ -52,7 +52,7 @@ Order = Annotated[str, AfterValidator(_is_an_order)]
 
 
 def _as_text(value: object) -> object:
-    """A number of bytes as the text that an amount is; other values as they are."""
+    """Return a number of bytes as the text that an amount is, and other values as they are."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -67,7 +67,7 @@ Amount = Annotated[str, BeforeValidator(_as_text), AfterValidator(_is_an_amount)
 
 
 def _group_texts(value: object) -> object:
-    """A text with one or more groups, a list of such texts, or a mapping from patterns to settings."""
+    """Return the texts of groups, given as a text of some, a list of texts, or a mapping of patterns to settings."""
     if isinstance(value, Mapping):
         try:
             return tuple(group_text(patterns, dict(s)) for patterns, s in value.items())

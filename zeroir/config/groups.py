@@ -48,7 +48,7 @@ class GroupSpec:
     settings: Mapping[str, str]
 
     def matches(self, names: Sequence[str]) -> bool:
-        """Whether a pattern matches one of the names of a parameter, or of a module that contains it."""
+        """Return whether a pattern matches one of the names of a parameter, or of a module that contains it."""
         candidates = {
             ".".join(parts[:count])
             for parts in (name.split(".") for name in names)
@@ -58,7 +58,7 @@ class GroupSpec:
 
 
 def parse_groups(texts: Sequence[str]) -> tuple[GroupSpec, ...]:
-    """The groups that the texts describe, in their order, each with a name of its own.
+    """Return the groups that the texts describe, in their order, each with a name of its own.
 
     A name that is made from a pattern is none that another group may get when it is split.
 
@@ -93,7 +93,7 @@ def parse_groups(texts: Sequence[str]) -> tuple[GroupSpec, ...]:
 
 
 def group_text(patterns: str, settings: Mapping[str, object]) -> str:
-    """The text of a group whose settings are given as values.
+    """Return the text of a group whose settings are given as values.
 
     Raises:
         GroupError: where a value is no number, truth value or text.

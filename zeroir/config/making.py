@@ -41,22 +41,22 @@ def make_given_options(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def has_effect(options: CompileOptions) -> bool:
-    """Whether each option has an effect beside the others."""
+    """Return whether each option has an effect beside the others."""
     return problem_of_groups(options) is None and problem_without_effect(options) is None
 
 
 def changed(options: CompileOptions, **values: object) -> CompileOptions:
-    """The options with some of them replaced, by flat name; UserError as for ``make_options``."""
+    """Return the options with some of them replaced, by flat name; UserError as for ``make_options``."""
     return make_options({**options.flat, **values}) if values else options
 
 
 def replaced(options: CompileOptions, **values: object) -> CompileOptions:
-    """As ``changed``, but an option may then have no effect."""
+    """Replace options as ``changed`` does; an option may then have no effect."""
     return CompileOptions.from_flat({**options.flat, **values})
 
 
 def for_world_size(options: CompileOptions, world_size: int) -> CompileOptions:
-    """The options for another number of ranks. The groups of a mesh keep their size, and their number changes.
+    """Return the options for another number of ranks. The groups of a mesh keep their size, and their number changes.
 
     Raises:
         UserError: if the number of ranks is no multiple of the size of a group.

@@ -11,7 +11,7 @@ from zeroir.ir.mesh import REPLICATE_AXIS, SHARD_AXIS, Axis, Mesh
 
 
 def default_world_size(given: dict[str, object]) -> int:
-    """The ranks of the mesh if one is given, else of the torchrun job, else the visible GPUs, or 2 without GPUs."""
+    """Return the ranks of a given mesh, else of the torchrun job, else the visible GPUs, or 2 without GPUs."""
     # A factory that takes the given values is not called for a help text, where this slow import would be wasted.
     mesh = given.get("mesh")
     if isinstance(mesh, str):
@@ -25,7 +25,7 @@ def default_world_size(given: dict[str, object]) -> int:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh that the text describes.
+    """Return the mesh that the text describes.
 
     Raises:
         PydanticCustomError: if the text is no mesh; it names the mistake.

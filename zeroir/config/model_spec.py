@@ -20,7 +20,7 @@ _MOST_ARGUMENTS_TEXT: Final = 10_000
 
 
 def _literal(node: ast.expr) -> object:
-    """The value of a literal that prints as a literal, which infinity does not."""
+    """Return the value of a literal that prints as a literal, which infinity does not."""
     value: object = ast.literal_eval(node)
     ast.literal_eval(repr(value))
     return value
@@ -36,7 +36,7 @@ class Factory:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The inverse of ``text``.
+        """Read what ``text`` writes.
 
         Raises:
             UserError: where the text is neither a name nor a call with literals.

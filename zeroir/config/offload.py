@@ -156,7 +156,7 @@ class Offload(OptionObject):
         return next(iter(disk_folders(self.to)), None)
 
     def units_of(self, kind: str) -> tuple[str, ...]:
-        """The patterns of the units of which a kind is offloaded; none where all units' is.
+        """Return the patterns of the units of which a kind is offloaded; none where all units' is.
 
         A pattern is for all kinds, or for the one before its colon.
         """

@@ -70,7 +70,7 @@ _BETWEEN_PAIRS: Final = re.compile(r",(?=[a-z_]+=)")
 
 
 def named_places(places: str) -> Mapping[str, str]:
-    """The places of ``--offload-to`` by kind; none where it is one place for all kinds.
+    """Return the places of ``--offload-to`` by kind; none where it is one place for all kinds.
 
     ``host``, ``disk`` and ``disk:FOLDER`` are places; ``optimizer=disk:/nvme,parameters=host`` names those of kinds.
     """
@@ -81,19 +81,19 @@ def named_places(places: str) -> Mapping[str, str]:
 
 
 def place_of(places: str, kind: str) -> str:
-    """The place of a kind: host memory where the places of kinds are named, and not that of this kind."""
+    """Return the place of a kind: host memory where the places of kinds are named, and not that of this kind."""
     named = named_places(places)
     return named.get(kind, HOST) if named else places
 
 
 def disk_folders(places: str) -> tuple[str, ...]:
-    """The folders of the places, each once."""
+    """Return the folders of the places, each once."""
     folders = (place.partition(":")[2] for place in named_places(places).values() or (places,))
     return tuple(dict.fromkeys(filter(None, folders)))
 
 
 def without_folders(places: str) -> str:
-    """The same places without the folders of disks."""
+    """Return the same places without the folders of disks."""
     named = named_places(places)
     if not named:
         return places.partition(":")[0]
@@ -101,7 +101,7 @@ def without_folders(places: str) -> str:
 
 
 def pairs_as_text(value: object) -> object:
-    """A mapping from kinds to places, as Python and a file of options may have it, as a text."""
+    """Return a mapping from kinds to places, as Python and a file of options may have it, as a text."""
     if isinstance(value, Mapping) and value:
         return ",".join(f"{kind}={place}" for kind, place in value.items())
     return value

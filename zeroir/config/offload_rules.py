@@ -20,7 +20,7 @@ from zeroir.ir.optimizers.catalogue import WITH_STATES_OF_ELEMENTS, Algorithm
 
 
 def offload_problem(options: CompileOptions) -> str | None:
-    """A sentence on the first of these options that does not go with the others; None if all do."""
+    """Return a sentence on the first of these options that does not go with the others; None if all do."""
     kinds = options.offload.what
     if options.offload.host_cache is not None and not options.offload.is_to_disk:
         return f"--host-cache {options.offload.host_cache} needs --offload-to disk:FOLDER, whose cache it is"
@@ -134,7 +134,7 @@ def _page_problem(options: CompileOptions) -> str | None:
 
 
 def bits_problem(optimizer: OptimizerOptions, algorithms: Iterable[Algorithm]) -> str | None:
-    """A sentence on the bits of an optimizer's states where they have no effect with any of these algorithms."""
+    """Return a sentence on the bits of an optimizer's states where they have no effect with any of these algorithms."""
     if optimizer.bits == 32:
         return None
     bits = optimizer.flag("optimizer_bits")
@@ -149,5 +149,5 @@ def bits_problem(optimizer: OptimizerOptions, algorithms: Iterable[Algorithm]) -
 
 
 def _algorithms(options: CompileOptions) -> tuple[Algorithm, ...]:
-    """The optimizers of all parameters."""
+    """Return the optimizers of all parameters."""
     return tuple(each.algorithm for each in options.every_optimizer)

@@ -24,7 +24,7 @@ _OF_SOME: Final = "Settings of single optimizers"
 
 
 def as_number(bits: object) -> object:
-    """A number that a program stores as text, which no literal would match."""
+    """Return a number that a program stores as text, which no literal would match."""
     return int(bits) if isinstance(bits, str) and bits.isdecimal() else bits
 
 
@@ -54,7 +54,7 @@ def _several_numbers(option: OptimizerOption) -> BeforeValidator:
 
 
 def _field(option: OptimizerOption) -> tuple[Any, None]:
-    """The type of an option that is a setting of some optimizers; None stands for the default of each."""
+    """Return the type of an option that is a setting of some optimizers; None stands for the default of each."""
     declared = Option(
         group=_GROUP if len(option.settings) == len(Algorithm) else _OF_SOME,
         help=f"{option.effect} [default: {option.default_text}]",
@@ -149,12 +149,12 @@ class OptimizerOptions(_WithSettings):
         return dict(zip(self.algorithm.hyper_names, self.hyper, strict=True))["weight_decay"]
 
     def _value(self, setting: Setting) -> Value:
-        """The value of a setting of the optimizer, its default unless given."""
+        """Return the value of a setting of the optimizer, its default unless given."""
         given: Value | None = None if setting.fixed is not None else getattr(self, setting.name)
         return setting.default if given is None else given
 
     def of_group(self, settings: Mapping[str, str]) -> OptimizerOptions:
-        """The settings of a group's parameters.
+        """Return the settings of a group's parameters.
 
         A group with another optimizer takes over the learning rate, the weight decay, and the bits of its states alone,
         and these only where its states are those of single elements.
@@ -170,7 +170,7 @@ class OptimizerOptions(_WithSettings):
         return OptimizerOptions.from_flat({**values, **settings})
 
     def with_usual_optimizer(self) -> OptimizerOptions:
-        """The settings of parameters that the optimizer does not take: the usual one's, and the same learning rate.
+        """Return the settings of parameters that the optimizer does not take: the usual one's with this learning rate.
 
         The weight decay is the same, too, where it is given.
         """
@@ -178,7 +178,7 @@ class OptimizerOptions(_WithSettings):
         return OptimizerOptions.from_flat({name: self.value(name) for name in kept})
 
     def without_decay(self) -> OptimizerOptions:
-        """The same settings with a weight decay of 0."""
+        """Return the same settings with a weight decay of 0."""
         return self.model_copy(update={"weight_decay": 0.0})
 
 

@@ -15,7 +15,7 @@ _GATHERED_EARLY: Final = ("prefetch", "prefetch_bytes", "prefetch_budget")
 
 
 def problem_without_effect(options: CompileOptions) -> str | None:
-    """A sentence on the first option that has no effect beside the others; None if each has one.
+    """Return a sentence on the first option that has no effect beside the others; None if each has one.
 
     Defaults never count. Turning off a feature that is absent (``--prefetch 0``, ``--no-elide`` below stage 3) is
     no error.
@@ -108,7 +108,7 @@ def _optimizer_problem(options: CompileOptions) -> str | None:
 
 
 def problem_of_groups(options: CompileOptions) -> str | None:
-    """A sentence on the first group that sets what has no effect with its optimizer; None if each has one."""
+    """Return a sentence on the first group that sets what has no effect with its optimizer; None if each has one."""
     for spec, optimizer in zip(options.groups, options.every_optimizer[1:], strict=True):
         problem = _setting_problem(optimizer) or bits_problem(optimizer, (optimizer.algorithm,))
         if problem is not None:

@@ -107,11 +107,11 @@ class OptionObject(BaseModel):
 
     @classmethod
     def rows(cls) -> Mapping[str, OptionRow]:
-        """Every option by its flat name."""
+        """Return every option by its flat name."""
         return _rows(cls)
 
     def value(self, name: str) -> object:
-        """The value of an option by its flat name."""
+        """Return the value of an option by its flat name."""
         row = self.rows()[name]
         value: object = self
         for attribute in row.path:
@@ -139,11 +139,11 @@ class OptionObject(BaseModel):
         return True
 
     def asks_for(self, name: str) -> bool:
-        """Whether an option differs from its default."""
+        """Return whether an option differs from its default."""
         return self.value(name) != self.rows()[name].default
 
     def flag(self, name: str) -> str:
-        """An option as it is written on the command line."""
+        """Return an option as it is written on the command line."""
         return f"{self.rows()[name].flag} {text_of(self.value(name))}"
 
     @classmethod
@@ -169,7 +169,7 @@ class FlatOptions(BaseModel):
 
 
 def flat_model(name: str, rows: Mapping[str, OptionRow], doc: str) -> type[FlatOptions]:
-    """A class with an attribute for each option."""
+    """Make a class with an attribute for each option."""
     fields: dict[str, Any] = {row.name: row.flat_field for row in rows.values()}
     return create_model(name, __base__=FlatOptions, __doc__=doc, **fields)
 
@@ -197,7 +197,7 @@ def _rows_of(kind: type[OptionObject], path: tuple[str, ...]) -> Iterator[Option
 
 
 def object_type(field: FieldInfo) -> type[OptionObject] | None:
-    """The class of a field that holds options that belong together."""
+    """Return the class of a field that holds options that belong together."""
     annotation = field.annotation
     kinds = get_args(annotation) if get_origin(annotation) is UnionType else (annotation,)
     for kind in kinds:
@@ -220,7 +220,7 @@ def _nested(kind: type[OptionObject], values: Mapping[str, object]) -> dict[str,
 
 
 def explain_validation(error: ValidationError, kind: type[OptionObject] | None = None) -> str:
-    """One sentence on the first wrong option: its name, its value and the expected values.
+    """Explain the first wrong option in one sentence: its name, its value and the expected values.
 
     ``kind`` is the class that was to hold the options; without it they are known by their flat names.
     """
@@ -245,7 +245,7 @@ def explain_validation(error: ValidationError, kind: type[OptionObject] | None =
 
 
 def _unknown(name: str, kind: type[OptionObject] | None) -> str:
-    """A sentence on a name that no option has."""
+    """Return a sentence on a name that no option has."""
     if kind is not None and kind.command is None:
         near = difflib.get_close_matches(name, kind.model_fields, n=1)
         hint = f"; did you mean {near[0]}?" if near else f": it has {', '.join(kind.model_fields)}."
@@ -275,7 +275,7 @@ def arguments_of(given: Mapping[str, object], rows: Mapping[str, OptionRow]) -> 
 
 
 def text_of(value: object, separator: str = ",") -> str:
-    """The text of an option's value; the separator stands between the items of a list."""
+    """Return the text of an option's value; the separator stands between the items of a list."""
     match value:
         case bool():
             return str(value).lower()

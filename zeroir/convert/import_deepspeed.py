@@ -394,7 +394,7 @@ def _kind(head: Tree) -> dict[str, object]:
 
 
 def _loss_scale(scaler: object) -> tuple[StoredScalar, ...]:
-    """The state of a dynamic loss scaler: the scale, the steps since its last change, the hysteresis left."""
+    """Return the state of a dynamic loss scaler: the scale, the steps since its last change, the hysteresis left."""
     match scaler:
         case (UnknownClass(path=path), Mapping() as state) if path == f"{_SCALER}DynamicLossScaler":
             pass

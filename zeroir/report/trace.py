@@ -78,7 +78,7 @@ def _headings(program: Program, rank: int, name: str) -> Iterator[Event]:
 
 
 def _threads(program: Program) -> dict[str, int]:
-    """Number the streams that the program uses in the order of declaration, with the host first."""
+    """Assign numbers to the streams that the program uses in the order of declaration, with the host first."""
     used = {effects(op).stream for op in program.ops()}
     streams = [HOST, *(stream.name for stream in program.streams)]
     return {stream: thread for thread, stream in enumerate(streams) if stream in used}

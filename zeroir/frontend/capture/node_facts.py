@@ -135,7 +135,7 @@ _SQUEEZES: Final = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 
 def size_in(size: int | torch.SymInt, source: str) -> int:
-    """A size that torch computed at the line ``source``; ShapesError where it is no polynomial of dims."""
+    """Return a size that torch computed at the line ``source``; ShapesError where it is no polynomial of dims."""
     try:
         return size_of(size)
     except NoPolynomialError as error:
@@ -143,7 +143,7 @@ def size_in(size: int | torch.SymInt, source: str) -> int:
 
 
 def _stride_in(step: int | torch.SymInt, source: str) -> int:
-    """A stride that torch computed at the line ``source``; ShapesError where it is no polynomial of dims."""
+    """Return a stride that torch computed at the line ``source``; ShapesError where it is no polynomial of dims."""
     try:
         return stride_of(step)
     except NoPolynomialError as error:

@@ -147,14 +147,14 @@ def lower(
 
 
 def _comms(captured: CapturedModel) -> tuple[Communicator, ...]:
-    """The communicator of all ranks, where the model depends on their number."""
+    """Return the communicator of all ranks, where the model depends on their number."""
     if captured.ranks is None:
         return ()
     return (Communicator(name=VALUES_COMM, axis=DATA_AXIS, ranks=captured.ranks),)
 
 
 def _dims(captured: CapturedModel) -> tuple[Dim, ...]:
-    """The dims of the batch, by name."""
+    """Return the dims of the batch, by name."""
     sizes = [size for info in captured.batch for size in info.shape if isinstance(size, Size)]
     dims = {dim for size in sizes for dim in size.dims}
     return tuple(sorted(dims, key=lambda dim: dim.name))
