@@ -41,9 +41,8 @@ from zeroir.runtime.engine.opened_program import EngineSettings, reason_without_
 from zeroir.runtime.engine.patterns import matching
 from zeroir.runtime.engine.present_programs import PresentPrograms
 from zeroir.runtime.engine.rank_program import RankProgram
-from zeroir.runtime.engine.rank_results import RankResult
 from zeroir.runtime.engine.recording import Recording
-from zeroir.runtime.engine.results import Evaluation, StepResult
+from zeroir.runtime.engine.results import Evaluation, RankResult, StepResult
 from zeroir.runtime.engine.signatures import Signatures
 from zeroir.runtime.engine.watched_code import CompiledAgain, WatchedCode
 from zeroir.runtime.engine.watched_modules import WatchedModules

@@ -268,7 +268,7 @@ class ModelValues:
             self._set_homes()
 
     def step_counts(self, trained: Sequence[str]) -> Mapping[str, int]:
-        """Give each different count of steps of these parameters a number from 1 on; those trained in all steps have none."""
+        """Give each count of steps of these parameters a number from 1 on; those trained in all steps have none."""
         rank_program = self._rank_program
         with rank_program.between_sections():
             counts = counts_of_steps(rank_program.program, rank_program.memory, self._waiting)

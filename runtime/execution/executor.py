@@ -30,7 +30,7 @@ from zeroir.ir.program import (
 from zeroir.ir.reports import Storing
 from zeroir.runtime.distributed.rank_position import RankPosition
 from zeroir.runtime.distributed.section_comparison import SectionsOfRanks
-from zeroir.runtime.engine.rank_results import RankEvaluation, RankResult, RankResults
+from zeroir.runtime.engine.results import RankEvaluation, RankResult, RankResults
 from zeroir.runtime.execution.batch import Shape, shape_of, write_inputs
 from zeroir.runtime.execution.handlers import LocalRanks
 from zeroir.runtime.execution.section_runner import RunSection, SectionRunner, ShapesOfRanks

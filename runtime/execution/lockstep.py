@@ -35,7 +35,7 @@ from zeroir.runtime.comm.base import CollectiveTensors, TensorPair
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Backend, Job
 from zeroir.runtime.comm.lockstep import LockstepComm
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer, SettingsOfRanks
-from zeroir.runtime.engine.rank_results import RankEvaluation, RankResult
+from zeroir.runtime.engine.results import RankEvaluation, RankResult
 from zeroir.runtime.execution.executor import StepExecutor
 from zeroir.runtime.execution.handlers import LocalRanks, PreparedCollective, communicate
 from zeroir.runtime.execution.streams import OpEvent

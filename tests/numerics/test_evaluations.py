@@ -26,7 +26,7 @@ from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.program import Program
 from zeroir.ir.text import print_program
 from zeroir.passes.pipelines import for_options
-from zeroir.runtime.engine.rank_results import RankEvaluation
+from zeroir.runtime.engine.results import RankEvaluation
 from zeroir.runtime.execution.lockstep import Lockstep
 
 pytestmark = pytest.mark.slow

@@ -24,8 +24,7 @@ from zeroir.ir.program import LAST_MICRO_STEP, UPDATE, Pending, Section, State
 from zeroir.ir.text import parse
 from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.engine.rank_program import RankProgram
-from zeroir.runtime.engine.rank_results import RankEvaluation, RankResult
-from zeroir.runtime.engine.results import Evaluation, StepResult
+from zeroir.runtime.engine.results import Evaluation, RankEvaluation, RankResult, StepResult
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.torch_ops.batches import Batch, flatten
 

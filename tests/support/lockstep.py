@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zeroir.errors import InternalError
 from zeroir.ir.program import Program
-from zeroir.runtime.engine.rank_results import RankResult
+from zeroir.runtime.engine.results import RankResult
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.kernels.choice import KernelBackend
 from zeroir.runtime.training.micro_batch_weights import WeightFunction

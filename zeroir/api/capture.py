@@ -61,15 +61,7 @@ def _captured(source: ModelSource, options: CompileOptions) -> Captured:
         zeroir_version=__version__,
         offload_folder=options.offload.folder,
     )
-    return Captured(
-        artifact=artifact,
-        outside=traced.outside,
-        numbers=traced.numbers,
-        kept=traced.kept,
-        reads=traced.reads,
-        narrowings=traced.narrowings,
-        remainders=traced.remainders,
-    )
+    return Captured(artifact=artifact, traced=traced)
 
 
 def require_opaque_modules(program: Program, source: ModelSource, options: CompileOptions) -> None:

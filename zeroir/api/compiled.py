@@ -35,11 +35,11 @@ from zeroir.report.summary import Summary, summarise
 from zeroir.verify import Report, VerificationError
 
 if TYPE_CHECKING:
-    from zeroir.api.captured import Captured
     from zeroir.api.search.speculation import SpeculationChoice
     from zeroir.config.offload import Offload
     from zeroir.config.steps import MicroSteps
     from zeroir.cost.machine import Machine
+    from zeroir.frontend.lowering.tracing import TracedModel
     from zeroir.frontend.source.module_source import FrozenModules
     from zeroir.frontend.source.source import Model, ModelSource, WeightFunction
     from zeroir.frontend.watch.watch import Watch
@@ -486,7 +486,7 @@ def with_proof(
 def with_source(
     compiled: CompiledProgram,
     source: ModelSource,
-    captured: Captured,
+    traced: TracedModel,
     compile_again: Compile,
 ) -> CompiledProgram:
     """Return the program with the module or function that it was compiled from."""
@@ -500,14 +500,14 @@ def with_source(
         source=source,
         watch=Watch.of(
             source,
-            captured.outside,
-            captured.numbers,
-            captured.kept,
-            captured.reads,
-            opaque_modules(captured.artifact.logical.segments),
+            traced.outside,
+            traced.numbers,
+            traced.kept,
+            traced.reads,
+            opaque_modules(traced.program.segments),
         ),
         compile_again=compile_again,
-        narrowings=captured.narrowings,
+        narrowings=traced.narrowings,
     )
 
 

@@ -139,7 +139,7 @@ def compile_source(
         raise InternalError(f"The program declares results that torch does not compute: {problem}.")
     compiled = with_proof(artifact, lowered)
     compiled = replace(compiled, compile_source=compile_again)
-    return with_source(compiled, source, captured, partial(compile_again, source))
+    return with_source(compiled, source, captured.traced, partial(compile_again, source))
 
 
 def compile_again(

@@ -45,7 +45,7 @@ def widest(
 
     try:
         add(source)
-        remainders = captures[0].captured.remainders
+        remainders = captures[0].captured.traced.remainders
     except ShapesError as error:
         refusal, remainders = error, error.remainders
     if refusal is not None or remainders is not None:
@@ -87,7 +87,8 @@ class _Capture(NamedTuple):
             else:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         if reason:
-            captured = replace(captured, narrowings=(reason, *captured.narrowings))
+            narrowings = (reason, *captured.traced.narrowings)
+            captured = replace(captured, traced=replace(captured.traced, narrowings=narrowings))
             notes.append(f"{reason}. An engine compiles another program when it meets other sizes.")
         return cls(captured, tuple(notes))
 

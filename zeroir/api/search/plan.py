@@ -156,7 +156,7 @@ def plan_with(
     result = planner.search(most_tried)
     compiled = lowered_for(artifact, planner.measurer.options(result.chosen.settings), machine)
     return Plan(
-        compiled=with_source(compiled, source, captured, partial(compile_again, source)),
+        compiled=with_source(compiled, source, captured.traced, partial(compile_again, source)),
         machine=machine.name,
         world_size=options.world_size,
         budget_bytes=budget_bytes,
