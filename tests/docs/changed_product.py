@@ -33,8 +33,8 @@ def copy_of_the_product(folder: Path) -> Path:
     return folder
 
 
-def apply(diff: str, product: Path) -> None:
-    command = ["git", "apply", "-C1", "-"]
+def apply(diff: str, product: Path, *, is_taken_out: bool = False) -> None:
+    command = ["git", "apply", "-C1", *(["-R"] if is_taken_out else []), "-"]
     done = subprocess.run(
         command, input=diff, cwd=product, text=True, capture_output=True, check=False
     )
