@@ -31,26 +31,22 @@ from zeroir.runtime.checkpoint.loading import LoadedState
 from zeroir.runtime.comm.job import DEFAULT_TIMEOUT, Job
 from zeroir.runtime.device.driver import driver
 from zeroir.runtime.distributed.rank_position import RankPosition
-from zeroir.runtime.engine.accumulation import Accumulation, MicroStepResult
-from zeroir.runtime.engine.anomaly_detection import AnomalyDetection
+from zeroir.runtime.engine.accumulation import MicroStepResult
 from zeroir.runtime.engine.code_follower import Compile, CompileEagerly
-from zeroir.runtime.engine.eager_failures import EagerFailures
 from zeroir.runtime.engine.live_optimizer import LiveOptimizer
 from zeroir.runtime.engine.model_values import ModelValues
 from zeroir.runtime.engine.opened_program import EngineSettings, reason_without_graphs
-from zeroir.runtime.engine.patterns import matching
 from zeroir.runtime.engine.present_programs import PresentPrograms
 from zeroir.runtime.engine.rank_program import RankProgram
 from zeroir.runtime.engine.recording import Recording
-from zeroir.runtime.engine.results import Evaluation, RankResult, StepResult
+from zeroir.runtime.engine.results import Evaluation, StepResult
 from zeroir.runtime.engine.signatures import Signatures
+from zeroir.runtime.engine.training_steps import TrainingSteps
 from zeroir.runtime.engine.watched_code import CompiledAgain, WatchedCode
 from zeroir.runtime.engine.watched_modules import WatchedModules
-from zeroir.runtime.execution.batch import inputs_of
 from zeroir.runtime.memory.malloc import return_freed_memory
 from zeroir.runtime.publishing.receiver import Receiver, file_of
 from zeroir.runtime.state.gathered_module import DeepCopy
-from zeroir.runtime.state.gradients import gradient_norms, gradients
 from zeroir.runtime.state.initial_module import Factory, StateSource
 from zeroir.runtime.training.lr_schedule import Scheduler
 from zeroir.runtime.training.not_finite import BadParameter, first_bad_parameter
@@ -93,18 +89,8 @@ class Engine:
         self.rank_program = RankProgram(program, self.device, settings, self.update, self._keep)
         self._values = ModelValues(self.rank_program)
         self._recording = Recording(self.rank_program)
-        self._anomalies = AnomalyDetection(self.rank_program)
-        self._failures = EagerFailures(self.rank_program, lambda: self._accumulation.go_on(0))
         self._programs = PresentPrograms(running, self.rank_program, self._values, self.go_on_among)
-        self._accumulation = Accumulation(
-            lambda batch: inputs_of(self.program, batch),
-            self._begin_micro_steps,
-            self._micro_steps,
-            lambda: self.program.interleaved,
-        )
-        self._last_result: StepResult | None = None
-        self.fit: FitProgram | None = None
-        """Called before batches are checked, if it is set."""
+        self._steps = TrainingSteps(self.rank_program, self._programs)
         self._checkpoints = Checkpointer(self.job, settings.timeout)
         no_graphs = reason_without_graphs(program, self.device) if settings.cuda_graphs else None
         if no_graphs is not None and self.rank == 0:
@@ -230,7 +216,7 @@ class Engine:
 
         All ranks call this together.
         """
-        self._accumulation.require_none_waiting("go_on_with")
+        self._steps.accumulation.require_none_waiting("go_on_with")
         self._checkpoints.join()
         self._programs.change_to(signatures, signatures.base)
 
@@ -267,9 +253,11 @@ class Engine:
         """Put tensors where the user's code would store them."""
         self._programs.keep(moment, tensors)
 
-    def _fit_batches(self, batches: Sequence[Batch], is_evaluation: bool) -> None:
-        if self.fit is not None:
-            self.fit(self, batches, is_evaluation=is_evaluation)
+    def fit_batches_with(self, fit: FitProgram) -> None:
+        """Call this function before batches of steps, micro-steps and evaluations are checked."""
+        self._steps.fit = lambda batches, is_evaluation: fit(
+            self, batches, is_evaluation=is_evaluation
+        )
 
     def initialise(
         self,
@@ -308,7 +296,7 @@ class Engine:
         and the ranges of what the operator computed from. The step has updated the parameters by then: go on from a
         checkpoint. Steps take longer, since every segment's arguments are copied. All ranks call this together.
         """
-        with self._anomalies.detected():
+        with self._steps.anomalies.detected():
             yield
 
     @contextmanager
@@ -324,15 +312,15 @@ class Engine:
         Raises:
             UserError: where the engine was not made from a module in this process. Within a step.
         """
-        self._accumulation.require_none("eager")
+        self._steps.accumulation.require_none("eager")
         eager, present = self._programs.eager(), self.signatures
         self.go_on_among(eager)
         try:
-            with self._failures.expected():
+            with self._steps.failures.expected():
                 yield
         finally:
             if not self.rank_program.executor.has_failed:
-                self._accumulation.require_none("the end of engine.eager")
+                self._steps.accumulation.require_none("the end of engine.eager")
                 self.go_on_among(present)
 
     @contextmanager
@@ -470,7 +458,7 @@ class Engine:
             UserError: where a tensor has another shape, or with ``strict`` where a name is missing or unknown; then
                 nothing has changed. Within a step.
         """
-        self._accumulation.require_none("load_state_dict")
+        self._steps.accumulation.require_none("load_state_dict")
         self._checkpoints.join()
         return self._values.load_state_dict(state_dict, is_strict=strict)
 
@@ -499,7 +487,7 @@ class Engine:
             UserError: where the program has no such frozen module, a name is missing or a shape differs; where an
                 average is to be kept in 16 bits. Then nothing has changed. Within a step.
         """
-        self._accumulation.require_none("update_frozen")
+        self._steps.accumulation.require_none("update_frozen")
         if values is None:
             if not 0 <= ema <= 1:
                 raise UserError(f"ema is {ema}, but should be from 0, which copies, to 1.")
@@ -547,40 +535,9 @@ class Engine:
             model = self._users_model("engine.step(outputs=True) runs the program of")
             with returned_kept(users_module(model)):
                 return replace(self.step(batch), kept=(last_returned(users_module(model)),))
-        self._accumulation.require_none("step")
+        self._steps.accumulation.require_none("step")
         self._checkpoints.report()
-        self._programs.look_outside()
-        batches: list[Batch] = batch if isinstance(batch, list) else [batch]
-        chosen = self._programs.fitting(batches, self._fit_batches, accumulates=len(batches) > 1)
-        if len(batches) > 1:
-            for each, program in zip(batches, chosen, strict=True):
-                inputs_of(program.program, each)  # before the first of them is added to the sums
-            several = {each: self.signatures.for_several(each) for each in dict.fromkeys(chosen)}
-            chosen = [several[each] for each in chosen]
-        (result,) = self._steps(batches, chosen)
-        self._anomalies.require_none()
-        self._last_result = StepResult(rank=result)
-        return self._last_result
-
-    def _steps(
-        self, batches: Sequence[Batch], chosen: Sequence[CompiledAgain]
-    ) -> Sequence[RankResult]:
-        """Run one training step, with a program for each of its batches."""
-        self.rank_program.allocate_once()
-        programs = dict.fromkeys(chosen)
-        if len(programs) <= 1:
-            for program in programs:
-                self._programs.run(program)
-            if not self._failures.are_expected:
-                return self.rank_program.executor.step([batches])
-        group = self.program.interleaved
-        for start in range(0, len(batches), group):
-            self._programs.run(chosen[start])
-            stop = start + group
-            own = batches[start:stop]
-            self.rank_program.executor.micro_steps([own], is_last=stop >= len(batches))
-            self._failures.require_none()
-        return self.rank_program.executor.update()
+        return self._steps.step(batch if isinstance(batch, list) else [batch])
 
     def micro_step(self, batch: Batch, is_last: bool | None = None) -> MicroStepResult:
         """Add the gradient of one batch to those of the step; ``update`` ends the step.
@@ -595,16 +552,7 @@ class Engine:
                 group.
         """
         self._checkpoints.report()
-        if self.fit is not None or self.signatures.are_several:
-            self._accumulation.require_open()
-            self._accumulation.go_on_within_step()
-            self._programs.look_outside()
-            # One program runs a whole group.
-            *_, chosen = self._programs.fitting(
-                [*self._accumulation.waiting, batch], self._fit_batches, accumulates=True
-            )
-            self._programs.run(chosen)
-        return self._accumulation.micro_step(batch, is_last)
+        return self._steps.micro_step(batch, is_last)
 
     def update(self) -> StepResult:
         """Update the parameters with the gradients of the micro-steps since the last update.
@@ -612,12 +560,7 @@ class Engine:
         Raises:
             UserError: as ``step``; where no micro-step precedes it, or the last one was declared not to be the last.
         """
-        self._accumulation.finish()
-        self._programs.follow_optimizers()
-        (result,) = self.rank_program.executor.update()
-        self._anomalies.require_none()
-        self._last_result = StepResult(rank=result)
-        return self._last_result
+        return self._steps.update()
 
     def gradients(self, *patterns: str) -> dict[str, Tensor]:
         """Return the gradients of the step's loss for the parameters of these names, before clipping, unsharded.
@@ -630,41 +573,24 @@ class Engine:
             UserError: where the update overlaps with the backward, as it does by default; where there is no micro-step
                 before, or a pattern has no trained parameter.
         """
-        names, divisor = self._of_gradients("gradients", patterns)
-        with self.rank_program.between_sections():
-            found = gradients(self.program, self.rank_program.memory, self.job, names, divisor)
-            return {slot.name: values for slot, values in found}
+        return self._steps.gradients(patterns)
 
     def gradient_norms(self, *patterns: str) -> dict[str, float]:
         """Return the L2 norm of the gradient of each parameter of these names, as ``gradients`` does.
 
         No rank gathers a gradient.
         """
-        names, divisor = self._of_gradients("gradient_norms", patterns)
-        with self.rank_program.between_sections():
-            return gradient_norms(self.program, self.rank_program.memory, self.job, names, divisor)
-
-    def _of_gradients(self, what: str, patterns: Sequence[str]) -> tuple[frozenset[str], float]:
-        """Run the last micro-step; return the names of parameters, and what their gradients are to be divided by."""
-        trained = [
-            slot.name for flat in self.program.flats if flat.is_trainable for slot in flat.slots
-        ]
-        chosen = matching(trained, patterns, "trained parameter") if patterns else trained
-        self._accumulation.run_last(what)
-        (weight,) = self.rank_program.executor.weight_sums()
-        total = sum(row[0] for row in self.job.exchange([weight]))
-        return frozenset(chosen), total * self.loss_scale
+        return self._steps.gradient_norms(patterns)
 
     @property
     def last_result(self) -> StepResult | None:
         """The result of the last step, including one by ``optimizer.step()``; None before the first."""
-        return self._last_result
+        return self._steps.last_result
 
     @property
     def loss_scale(self) -> float:
         """The loss scale of the next step; 1 without loss scaling. Reading it synchronizes with the device."""
-        (scale,) = self.rank_program.executor.loss_scale()
-        return scale
+        return self._steps.loss_scale
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Evaluate one batch of this rank with the model in ``eval()`` mode; this does not affect training.
@@ -674,13 +600,7 @@ class Engine:
         Raises:
             UserError: where the program has no section ``evaluate``, or the batch does not fit.
         """
-        self._accumulation.require_none("evaluate")
-        self._programs.look_outside(is_step=False)
-        (chosen,) = self._programs.fitting([batch], self._fit_batches, is_evaluation=True)
-        self._programs.run(chosen)
-        self.rank_program.allocate_once()
-        (evaluation,) = self.rank_program.executor.evaluate([batch])
-        return Evaluation(rank=evaluation)
+        return self._steps.evaluate(batch)
 
     def watch(self, pattern: str, *patterns: str) -> WatchedModules:
         """Return a mapping that has what modules return, by their names, after each of the following steps.
@@ -733,7 +653,7 @@ class Engine:
             UserError: where the checkpoint cannot be written, ``path`` exists, an earlier save failed, or the
                 last micro-step waits for the next.
         """
-        self._accumulation.require_known()
+        self._steps.accumulation.require_known()
         self._warn_of_waiting(f"The checkpoint '{path}' lacks the optimizer states and FP32 copies")
         return self._checkpoints.save(
             self._running,
@@ -778,7 +698,7 @@ class Engine:
         )
         self._values.are_set = True
         self._values.forget_waiting()
-        self._accumulation.go_on(loaded.micro_steps)
+        self._steps.accumulation.go_on(loaded.micro_steps)
         return loaded
 
     @property
@@ -852,18 +772,6 @@ class Engine:
             self._programs.close()
             self._values.close()
             self.rank_program.close()
-
-    def _begin_micro_steps(self) -> None:
-        self._programs.look_outside()
-        self._programs.read_outside()
-
-    def _micro_steps(self, batches: Sequence[Batch], is_last: bool) -> Sequence[Tensor]:
-        if not is_last and self.signatures.running.accumulating is not None:
-            self._programs.accumulate()
-        self.rank_program.allocate_once()
-        (losses,) = self.rank_program.executor.micro_steps([batches], is_last=is_last)
-        self._failures.require_none()
-        return losses.unbind()
 
 
 def _with_index(device: torch.device) -> torch.device:

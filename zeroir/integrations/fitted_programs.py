@@ -136,7 +136,7 @@ class FittedPrograms:
 
     def drive(self, engine: Engine) -> None:
         """Let an engine go on with the program that fits, and with another one after a change of the user's code."""
-        engine.fit = self.fit
+        engine.fit_batches_with(self.fit)
         engine.compile_changes_with(partial(self._after_change, engine))
 
     def _after_change(
