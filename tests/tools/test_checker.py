@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 
+from tests.support.artifacts import artifact_of
 from tests.support.mutate import MUTATIONS
 from tests.support.subjects import CAPTURED, NAMES, subject
 from tools.checker.reading import read_bytes
@@ -23,15 +24,7 @@ STRICTER = {"drop-write-back", "fill-part", "half-transfer", "rename-events", "s
 
 
 def artifact(name: str) -> Artifact:
-    made = subject(name)
-    return Artifact(
-        logical=made.logical,
-        scheduled=made.scheduled,
-        model_path="model.py",
-        model_sha256="",
-        torch_version="",
-        zeroir_version="",
-    )
+    return artifact_of(subject(name).scheduled, subject(name).logical)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -53,7 +46,7 @@ def check_agreement(name: str, seed: int) -> None:
             break
     else:
         return
-    verdict = judged(name, mutant, kind, Reference(made.logical))
+    verdict = judged(name, seed, mutant, kind, Reference(made.logical))
     agreed = {OUTCOMES[0], OUTCOMES[1]}
     if kind in STRICTER:
         agreed.add(OUTCOMES[2])
@@ -96,17 +89,7 @@ def test_the_command_says_what_it_finds(tmp_path: Path) -> None:
     save(made, valid)
     mutant = MUTATIONS["drop-release"](made.scheduled, Random(0))
     assert mutant is not None
-    save(
-        Artifact(
-            logical=made.logical,
-            scheduled=mutant,
-            model_path="model.py",
-            model_sha256="",
-            torch_version="",
-            zeroir_version="",
-        ),
-        damaged,
-    )
+    save(artifact_of(mutant, made.logical), damaged)
     other.write_text("no program")
     assert (run(valid).returncode, run(valid).stdout) == (0, f"{valid}: ok\n")
     found = run(damaged)
