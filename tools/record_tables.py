@@ -187,6 +187,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "first-step": _rows,
     "predict": _rows,
     "checkers": _rows,
+    **{f"protocol {part}": _part(part) for part in ("states", "damages")},
     "mutants": _rows,
     "fuzz": _rows,
     "kill-checkpoint": _rows,

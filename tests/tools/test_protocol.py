@@ -18,7 +18,7 @@ from tools.protocol.damages import OUTCOMES, damages
 from tools.protocol.programs import KINDS, compiled, declarations, runs
 from tools.protocol.report import searched
 from tools.protocol.search import first_finding, races, visit
-from tools.protocol.system import Queue, System, Task, Touch, system_of
+from tools.protocol.system import Queue, System, QueuedTask, Touch, system_of
 from zeroir.artifact.file import save
 from zeroir.ir import ops
 from zeroir.ir.program import Program
@@ -41,8 +41,8 @@ def two_queues(needs: Sequence[tuple[tuple[int, int], ...]]) -> System:
     """A writer of two elements, and a reader of one of them, whose step needs what is given."""
     return System(
         queues=[
-            Queue(0, "one", [Task("write", (Touch("b", 0, 2, writes=True),))], [(), ()]),
-            Queue(0, "two", [Task("read", (Touch("b", 1, 2, writes=False),))], list(needs)),
+            Queue(0, "one", [QueuedTask("write", (Touch("b", 0, 2, writes=True),))], [(), ()]),
+            Queue(0, "two", [QueuedTask("read", (Touch("b", 1, 2, writes=False),))], list(needs)),
         ]
     )
 

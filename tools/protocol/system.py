@@ -49,7 +49,7 @@ class Touch(NamedTuple):
         return self.memory == other.memory and not is_apart
 
 
-class Task(NamedTuple):
+class QueuedTask(NamedTuple):
     """An op, or what the host does at once. ``life`` are the kind and the bytes of a buffer that it begins or ends."""
 
     what: str
@@ -64,7 +64,7 @@ class Queue:
 
     rank: int
     name: str
-    tasks: list[Task] = field(default_factory=list)
+    tasks: list[QueuedTask] = field(default_factory=list)
     needs: list[tuple[Need, ...]] = field(default_factory=list)
     awaited: list[Need] = field(default_factory=list)
 
@@ -155,11 +155,11 @@ class _Issuer:
                 done -= 2
             needs += [(queue, done)] if queue != self.queues[HOST] else []
         at = f"the host before {section.name}"
-        self._add(HOST, Task(at, tuple(self._touched_by_host(previous, section))), needs)
+        self._add(HOST, QueuedTask(at, tuple(self._touched_by_host(previous, section))), needs)
         if previous is not None and previous.name == "save":
             self._read_snapshots()
         if section.name == "save":
-            self._add(HOST, Task("the host before it saves again"), [self._tail(_READER)])
+            self._add(HOST, QueuedTask("the host before it saves again"), [self._tail(_READER)])
         self.events = {p.event: self.events.get(p.event) for p in section.entry.pending}
 
     def issue(self, what: str, op: FileRecord) -> None:
@@ -171,7 +171,7 @@ class _Issuer:
         if op.kind in {"Alloc", "Release"}:
             buffer, size = self.names.buffers[op.buffer], self.names.size_bytes(op.buffer)
             life = f"{buffer.space} {buffer.role}", size if op.kind == "Alloc" else -size
-        done = self._add(op.stream, Task(what, tuple(self._touched(op)), comm, life), [])
+        done = self._add(op.stream, QueuedTask(what, tuple(self._touched(op)), comm, life), [])
         if comm:
             fields = {name: value for name, value in vars(op).items() if name != "event"}
             same = FileRecord(fields.pop("kind"), fields)
@@ -185,7 +185,7 @@ class _Issuer:
             return
         is_held = self.blocking == "devices" and self.executors.get(op.on) == "device"
         if op.on == HOST or (is_held and self.executors.get(self._of(need).name) != "device"):
-            self._add(HOST, Task(what), [need])
+            self._add(HOST, QueuedTask(what), [need])
         if op.on != HOST:
             self.system.queues[self.queues[op.on]].awaited.append(need)
 
@@ -197,7 +197,7 @@ class _Issuer:
         queue = self.queues[stream]
         return queue, 2 * len(self.system.queues[queue].tasks)
 
-    def _add(self, stream: str, task: Task, needs: Sequence[Need]) -> Need:
+    def _add(self, stream: str, task: QueuedTask, needs: Sequence[Need]) -> Need:
         """Append a task to a stream; return what whoever comes after it needs."""
         queue = self.system.queues[self.queues[stream]]
         issued = [] if queue.name == HOST else [self._tail(HOST)]
@@ -218,7 +218,7 @@ class _Issuer:
         ]
         needs = [need for _, event in snapshots if (need := self.events.get(event)) is not None]
         touched = tuple(self._whole(name, writes=False) for name, _ in snapshots)
-        self._add(_READER, Task(f"the {_READER}", touched), needs)
+        self._add(_READER, QueuedTask(f"the {_READER}", touched), needs)
 
     def _touched_by_host(self, previous: FileRecord | None, section: FileRecord) -> Iterator[Touch]:
         program, before = self.names.program, "" if previous is None else previous.name
