@@ -18,7 +18,7 @@ from tools.protocol.damages import OUTCOMES, damages
 from tools.protocol.programs import KINDS, compiled, declarations, runs
 from tools.protocol.report import searched
 from tools.protocol.search import first_finding, races, visit
-from tools.protocol.system import Queue, System, QueuedTask, Touch, system_of
+from tools.protocol.system import Queue, QueuedTask, System, Touch, system_of
 from zeroir.artifact.file import save
 from zeroir.ir import ops
 from zeroir.ir.program import Program
