@@ -54,15 +54,21 @@ class ShapesError(UserError):
     """A model, or an option, does not take all the shapes that the dims of its batches allow.
 
     ``dims`` are the names of those that it does not take, empty if they are not known. ``remainders`` are
-    those that may decide, if any.
+    those that may decide, if any. ``module`` names the innermost submodule whose code does not take them, if there is
+    one.
     """
 
     def __init__(
-        self, sentence: str, dims: Iterable[str] = (), remainders: Remainders | None = None
+        self,
+        sentence: str,
+        dims: Iterable[str] = (),
+        remainders: Remainders | None = None,
+        module: str | None = None,
     ) -> None:
         super().__init__(sentence)
         self.dims = frozenset(dims)
         self.remainders = remainders
+        self.module = module
 
 
 class ChangedCodeError(UserError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -68,13 +68,15 @@ class DimRange(NamedTuple):
 class Assumption(NamedTuple):
     """What a trace assumes of dims, by name, and the ``file:line`` of what asked, or ``""``.
 
-    ``modulus`` is the number by whose remainders sizes may have one answer each, if there is one.
+    ``modulus`` is the number by whose remainders sizes may have one answer each, if there is one. ``module`` names the
+    innermost submodule whose code asked, if one did.
     """
 
     text: str
     line: str
     dims: tuple[str, ...]
     modulus: int | None
+    module: str | None
 
     def remainders(self, place: str) -> Remainders | None:
         """Return the remainders by which the code at ``line``, or else at ``place``, may decide."""
@@ -106,8 +108,20 @@ def _combined(expression: sympy.Expr, parts: list[int]) -> int | None:
             return first - rounded * divisor
 
 
+class _Asker(NamedTuple):
+    """What asked about sizes: the ``file:line``, or ``""``, and the name of a submodule, if it is one's code."""
+
+    line: str
+    module: str | None
+
+
 class DimEnv(PolynomialEnv):
-    """The symbols of dims while a model is traced, and the sizes that torch computes with them."""
+    """The symbols of dims while a model is traced, and the sizes that torch computes with them.
+
+    ``running`` returns the name of the submodule that runs, if one does.
+    """
+
+    running: Callable[[], str | None] = staticmethod(lambda: None)
 
     def __init__(self, examples: Mapping[Dim, int]) -> None:
         super().__init__()
@@ -132,7 +146,7 @@ class DimEnv(PolynomialEnv):
         self._ranges = tuple(
             (symbol, ValueRanges(dim.minimum, dim.maximum)) for symbol, dim in self.dims.items()
         )
-        self._assumptions: dict[sympy.Basic, str] = {}
+        self._assumptions: dict[sympy.Basic, _Asker] = {}
         self._answers: dict[sympy.Basic, _Answer] = {}
 
     def size(self, expression: sympy.Expr) -> int:
@@ -194,11 +208,15 @@ class DimEnv(PolynomialEnv):
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
         """What the traces assume of dims beyond their ranges."""
-        return tuple(self._assumption(what, line) for what, line in self._assumptions.items())
+        return tuple(self._assumption(what, asker) for what, asker in self._assumptions.items())
 
-    def _assumption(self, what: sympy.Basic, line: str) -> Assumption:
+    def _assumption(self, what: sympy.Basic, asker: _Asker) -> Assumption:
         return Assumption(
-            text=self.text(what), line=line, dims=self._names(what), modulus=modulus_of(what)
+            text=self.text(what),
+            line=asker.line,
+            dims=self._names(what),
+            modulus=modulus_of(what),
+            module=asker.module,
         )
 
     def ranges(self) -> dict[Dim, DimRange]:
@@ -208,7 +226,7 @@ class DimEnv(PolynomialEnv):
             SplitError: where an assumption does not hold for the trace's values alone.
         """
         ranges: dict[Dim, DimRange] = {}
-        for what, line in self._assumptions.items():
+        for what, asker in self._assumptions.items():
             if self._holds(what, ranges):
                 continue
             of_trace = {
@@ -219,7 +237,7 @@ class DimEnv(PolynomialEnv):
             present = {dim: ranges.get(dim, DimRange.of(dim)) for dim in of_trace}
             ranges |= of_trace
             if not self._holds(what, ranges):
-                raise SplitError(self._assumption(what, line))
+                raise SplitError(self._assumption(what, asker))
             # Ranges that a user gives stay as wide as possible.
             for dim in sorted(of_trace, key=lambda dim: dim.minimum == 1):
                 ranges[dim] = self._widened(what, dim, present[dim], ranges)
@@ -228,8 +246,8 @@ class DimEnv(PolynomialEnv):
     def first_failing(self, ranges: Mapping[Dim, DimRange]) -> Assumption | None:
         """Return the first assumption that does not hold for all values in these ranges, if there is one."""
         failing = (
-            self._assumption(what, line)
-            for what, line in self._assumptions.items()
+            self._assumption(what, asker)
+            for what, asker in self._assumptions.items()
             if not self._holds(what, ranges)
         )
         return next(failing, None)
@@ -237,7 +255,7 @@ class DimEnv(PolynomialEnv):
     def assume(self, what: sympy.Basic, line: str) -> None:
         """Assume something of dims, unless it is true for all their values."""
         if not self._holds(what, {}):
-            self._assumptions.setdefault(what, line)
+            self._assumptions.setdefault(what, _Asker(line, None))
 
     @contextmanager
     def other_trace(self) -> Iterator[None]:
@@ -333,7 +351,7 @@ class DimEnv(PolynomialEnv):
             callers = frames if innermost is None else chain((innermost,), frames)
             users = (f for f in callers if not f.filename.startswith(_OWN_FOLDER))
             line = next((f"{Path(f.filename).name}:{f.lineno}" for f in users), "")
-            self._assumptions[assumption] = line
+            self._assumptions[assumption] = _Asker(line, self.running())
 
     def _is_about_layout(self, assumption: sympy.Basic) -> bool:
         """Return whether an assumption says that a size is not 0 or 1, or compares two strides."""

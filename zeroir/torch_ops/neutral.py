@@ -57,6 +57,7 @@ from zeroir.torch_ops.replaced.recurrent import (
     relu_step,
     tanh_step,
 )
+from zeroir.torch_ops.replaced.tensor_of_sizes import are_sizes, tensor_of
 from zeroir.torch_ops.types import LOW_PRECISION, widened
 
 Function = Callable[..., object]
@@ -252,6 +253,8 @@ class NeutralOps(TorchFunctionMode):
             return self._wrapped(partial(multiplied, call))(*args, **named_args)
         if stacks_of(func, args, named_args):
             return self._wrapped(partial(multiplied_stacks, call))(*args, *named_args.values())
+        if func in (torch.tensor, torch.as_tensor) and args and are_sizes(args[0]):
+            return self._wrapped(on_one_device(tensor_of))(*args, **named_args)
         if func is Tensor.__getitem__ and has_sizes(args[1]):
             return self._wrapped(item_of)(*args)
         if func is F.pad:

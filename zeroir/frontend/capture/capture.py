@@ -18,7 +18,7 @@ from torch import nn
 
 from zeroir.config.precision import FloatName
 from zeroir.config.shapes import BatchShapes
-from zeroir.errors import Remainders, UserError
+from zeroir.errors import Remainders, ShapesError, UserError
 from zeroir.frontend._torch_private import (
     fake_mode,
 )
@@ -146,6 +146,10 @@ def capture(
                 without, is_whole = frozenset(), True
             else:
                 choice.include(error)
+        except ShapesError as error:
+            if not source.runs_what_decides or error.module is None or choice.option is not None:
+                raise
+            choice.include(UntraceableError(str(error), error.module))
         except (Exception, SystemExit):
             # The model's code may ask whether they are there.
             if not without:
@@ -251,6 +255,8 @@ def _captured(
             TracedRanks(ranks),
             opaque_paths,
         )
+        if env is not None:
+            env.running = step.tracker.running
         step.outside = OutsideTensors(outside.tensors, numbers, standing)
         if numbers is not None and numbers.values:
             # Calls of blocks with different numbers are not equal.

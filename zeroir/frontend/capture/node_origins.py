@@ -111,6 +111,10 @@ class OriginTracker:
         """Return a function that calls ``func`` and annotates its nodes with their origin."""
         return annotated(func, self.origin)
 
+    def running(self) -> str | None:
+        """Return the name of the innermost submodule that is called now, if there is one."""
+        return (self._calls[-1].module or None) if self._calls else None
+
     def origin(self) -> NodeOrigin:
         """Return the origin of the present call of a torch function."""
         self._number += 1

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from zeroir.errors import InternalError, UserError
+from zeroir.errors import InternalError, ShapesError, UserError
 from zeroir.frontend._torch_dim_nodes import NumberNode
 from zeroir.frontend._torch_private import (
     Placeholder,
@@ -271,8 +271,15 @@ class _Reader:
         try:
             return self._facts(node)
         except NotInProgramsError as error:
-            calls = self._origin(node).calls
-            raise UntraceableError(str(error), calls[-1].module if calls else None) from error
+            raise UntraceableError(str(error), self._module(node)) from error
+        except ShapesError as error:
+            error.module = self._module(node) or None
+            raise
+
+    def _module(self, node: fx.Node) -> str | None:
+        """Return the name of the innermost module that a node is part of; None if it is no module's."""
+        calls = self._origin(node).calls
+        return calls[-1].module if calls else None
 
     def _place(self, node: fx.Node) -> str:
         """Return ``file:line`` of a node, for errors."""
@@ -376,13 +383,18 @@ class _Reader:
         """Return the size, or the number of sizes, that an argument is; None where it is a tensor."""
         match number:
             case torch.SymInt():
-                return size_in(number, self._place(node))
+                try:
+                    return size_in(number, self._place(node))
+                except ShapesError as error:
+                    error.module = self._module(node) or None
+                    raise
             case torch.SymFloat() if isinstance(number.node, NumberNode):
                 return number.node.number
             case torch.SymFloat() | torch.SymBool():
-                raise UserError(
+                raise ShapesError(
                     f"{self._place(node)} passes a number to {node.target} that depends on the sizes of the batch in "
-                    "a way that programs do not have: compute it with tensors, or give that dimension one size."
+                    "a way that programs do not have: compute it with tensors, or give that dimension one size.",
+                    module=self._module(node) or None,
                 )
             case _:
                 return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from types import FunctionType, UnionType
 from typing import Final
@@ -15,7 +15,6 @@ from zeroir.frontend._torch_sizes import DimEnv
 from zeroir.frontend.source.imports import is_known_package
 from zeroir.ir.sizes import Dim, Size
 
-_NAME: Final = "isinstance"
 _KINDS: Final = ((torch.SymInt, 0), (torch.SymFloat, 0.0), (torch.SymBool, False))
 """Torch's classes, and a plain value of the class that each stands for."""
 
@@ -89,22 +88,37 @@ def _isinstance(value: object, classes: type | tuple[type, ...] | UnionType) -> 
     )
 
 
+def _len(value: Sized) -> int:
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else len(value)
+
+
+_BUILTINS: Final[Mapping[str, Callable[..., object]]] = {"isinstance": _isinstance, "len": _len}
+"""What stands for a function of Python."""
+
+
 @contextmanager
 def sizes_are_integers(functions: Iterable[FunctionType]) -> Iterator[None]:
-    """Let ``isinstance`` take sizes for integers in the modules of functions, but not in Python's and torch's own.
+    """Let functions of Python know sizes in the modules of functions, but not in Python's and torch's own.
 
-    Torch's sizes that depend on dims are no ``int``. Code that asks, such as ``slice(-n, None) if isinstance(n, int)
-    else n`` of transformers' models, would go another way than in eager PyTorch.
+    ``isinstance`` takes them for integers. Torch's sizes that depend on dims are no ``int``: code that asks, such as
+    ``slice(-n, None) if isinstance(n, int) else n`` of transformers' models, would go another way than in eager
+    PyTorch. ``len`` of a tensor returns one, as Python's own cannot.
     """
     namespaces = {
         id(each.__globals__): each.__globals__
         for each in functions
-        if not is_known_package(each.__module__) and _NAME not in each.__globals__
+        if not is_known_package(each.__module__)
     }
-    for namespace in namespaces.values():
-        namespace[_NAME] = _isinstance
+    replaced = [
+        (namespace, name)
+        for namespace in namespaces.values()
+        for name in _BUILTINS
+        if name not in namespace
+    ]
+    for namespace, name in replaced:
+        namespace[name] = _BUILTINS[name]
     try:
         yield
     finally:
-        for namespace in namespaces.values():
-            del namespace[_NAME]
+        for namespace, name in replaced:
+            del namespace[name]

@@ -128,6 +128,7 @@ def _refusal(assumption: Assumption, place: str) -> ShapesError:
         f"{assumption.text}. Narrow the dims to that, or express it without a decision.",
         assumption.dims,
         assumption.remainders(place),
+        assumption.module,
     )
 
 
