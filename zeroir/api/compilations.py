@@ -92,3 +92,6 @@ class Compiled(Protocol):
 
     def specialise(self, *, micro_steps: int | None = None) -> Self:
         """Lower the program again for steps of several batches."""
+
+    def from_file(self, source: ModelSource, narrowings: tuple[str, ...]) -> Self:
+        """Return the program with its model file as the source from which it is compiled again."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroir import artifact as artifacts
-from zeroir.api.capture import require_opaque_modules
 from zeroir.api.compilations import Compile, CompileSource
 from zeroir.api.keywords import flat_values
 from zeroir.api.lowering import Lowered, lower, verified
@@ -326,83 +325,30 @@ class CompiledProgram:
         compile_again: bool = False,
     ) -> Engine:
         """Make an initialised engine for this process's rank of the job, as ``Engine.initialise`` does."""
-        from zeroir.api.running.eager_steps import compiled_eagerly
-        from zeroir.api.running.model_file import code_of
-        from zeroir.api.running.outside_memory import (
-            host_memory_bytes,
-            local_ranks,
-            outside_bytes,
-            require_host_memory,
-        )
-        from zeroir.api.running.signatures import (
-            accumulating,
-            compiled_after_change,
-            signatures_of,
-        )
-        from zeroir.frontend.capture.precision import apply_precision
-        from zeroir.frontend.source.meta_copy import deep_copy
-        from zeroir.frontend.watch.watch import Watch
-        from zeroir.runtime.engine.engine import Engine
-        from zeroir.torch_ops.opaque import opaque_modules
+        from zeroir.api.running.opening import opened_engine
 
-        require_opaque_modules(self.program, source, self.options)
-        ignored = (ignore,) if isinstance(ignore, str) else ignore
-        watch = self.watch.copied() if source is self.source and self.watch is not None else None
-        if watch is not None:
-            watch.ignore(ignored)
-            watch.require_unchanged(is_step=False)
-        require_host_memory(
-            outside_bytes(self.program),
-            ranks=local_ranks(),
-            memory_bytes=host_memory_bytes(),
-        )
-        folder = self.artifact.offload_folder
-        engine = Engine(
-            self.program,
-            replace(
-                settings, weight=source.weight, disk_folder=None if folder is None else Path(folder)
-            ),
-            device=job_rank.device,
-            accumulating=accumulating(self, job_rank.rank),
-        )
-        precision = self.options.precision
-        engine.initialise(
-            source.model() if source.is_in_hand else source.model,
-            settings.seed,
+        return opened_engine(
+            self,
+            lowered_again,
+            source,
+            job_rank,
+            settings,
             state=state,
             keep_module=keep_module,
-            deep_copy=deep_copy,
-            adapt=partial(
-                apply_precision, precision=precision.dtype, keep_fp32=precision.keep_fp32
-            ),
+            ignore=ignore,
+            compile_again=compile_again,
         )
-        compiled, code = self, None
-        if watch is None:
-            # Names in a model file refer to the module that was built last.
-            if compile_again:
-                code = code_of(self, source, job_rank.rank)
-                watch = code.watch
-                if code.source is not None and self.compile_source is not None:
-                    compiled = replace(
-                        self,
-                        source=code.source,
-                        compile_again=partial(self.compile_source, code.source),
-                        narrowings=code.narrowings,
-                    )
-            else:
-                watch = Watch.of(source, opaque=opaque_modules(self.program.segments))
-            watch.ignore(ignored)
-        watch.remember()
-        if code is not None:
-            code.follow_from(self.artifact, engine.job)
-        again = partial(compiled_after_change, compiled, engine, watch)
-        engine.follow(
-            watch,
-            signatures_of(compiled, engine, watch),
-            again if compile_again and compiled.compile_again is not None else None,
+
+    def from_file(self, source: ModelSource, narrowings: tuple[str, ...]) -> CompiledProgram:
+        """Return the program of a file with its model file as the source from which it is compiled again."""
+        if self.compile_source is None:
+            return self
+        return replace(
+            self,
+            source=source,
+            compile_again=partial(self.compile_source, source),
+            narrowings=narrowings,
         )
-        engine.compile_eagerly_with(partial(compiled_eagerly, compiled, engine, lowered_again))
-        return engine
 
 
 def specialised(
