@@ -87,7 +87,9 @@ class ReachedCode:
     _own: frozenset[nn.Module] = frozenset()
     # Functions with the same code may have other closures. They are kept alive, so that no two of them share an id.
     _seen: dict[int, FunctionType] = field(default_factory=dict)
-    _classes: dict[type, None] = field(default_factory=dict)
+    _classes: set[type] = field(default_factory=set)
+    # What these classes have by names that nothing mentions yet.
+    _unmentioned: dict[str, list[object]] = field(default_factory=dict)
     _waiting: list[FunctionType] = field(default_factory=list)
 
     @classmethod
@@ -129,11 +131,13 @@ class ReachedCode:
         """Add a class of objects that the code uses: those of its methods that are mentioned count."""
         for each in kind.__mro__:
             if each not in self._classes and each not in (object, nn.Module):
-                self._classes[each] = None
+                self._classes.add(each)
                 is_known = is_known_package(each.__module__)
                 for name, value in vars(each).items():
                     if name in self.attributes or _is_called_by_python(name, is_known=is_known):
                         self._add_method(value)
+                    else:
+                        self._unmentioned.setdefault(name, []).append(value)
 
     def reach(self, value: object) -> None:
         """Add a function of the user's, or a module, that the code calls by the name of what holds it."""
@@ -265,13 +269,10 @@ class ReachedCode:
         self._mention_attribute(name, "")
 
     def _mention_attribute(self, name: str, line: str) -> None:
-        is_new = name not in self.attributes
-        if is_new or not self.attributes[name]:
+        if not self.attributes.get(name):
             self.attributes[name] = line
-        if is_new:
-            for kind in self._classes:
-                if name in vars(kind):
-                    self._add_method(vars(kind)[name])
+        for value in self._unmentioned.pop(name, ()):
+            self._add_method(value)
 
     def _follow_users(self, value: object) -> None:
         """Follow a function, or a class, that code mentions, unless it is Python's or torch's."""
