@@ -40,10 +40,13 @@ class Operation:
     * ``participle`` says what the op does to the regions that it writes, for the histories of buffers: ``copied``.
     * ``is_asynchronous`` says that other streams see its results only after a wait.
     * ``same_elements`` names fields whose regions correspond element by element.
+
+    ``known_effects`` are an op's effects once ``zeroir.ir.analysis.effects`` has derived them.
     """
 
-    __slots__ = ()
+    __slots__ = ("known_effects",)
 
+    known_effects: object
     syntax: ClassVar[str]
     participle: ClassVar[str] = "written"
     is_asynchronous: ClassVar[bool] = False

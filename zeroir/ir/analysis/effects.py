@@ -1,14 +1,14 @@
 """The effects of each op on memory, events and communicators, precise to region and stream.
 
 Liveness, verification, scheduling and simulation use only effects, so an op with correct effects is handled correctly
-by all of them. Effects are derived from the declared fields of an op, once per class.
+by all of them. They follow from the declared fields of an op, and are derived once for each op.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from zeroir.ir import ops
 from zeroir.ir.buffers import Region
@@ -18,7 +18,7 @@ from zeroir.ir.ops import Mode
 
 
 class Effects(NamedTuple):
-    """One op's effects; a named tuple, because they are recomputed wherever they are needed.
+    """One op's effects.
 
     ``reads``, ``writes`` and ``accumulates`` (a read and a write that keeps the previous value) are regions; ``allocs``
     and ``frees`` buffer names; ``signals`` and ``waits`` event names; ``comm`` a communicator. ``stream`` is where the
@@ -38,7 +38,12 @@ class Effects(NamedTuple):
 
 def effects(op: ops.Op) -> Effects:
     """Return the effects of one op."""
-    return _EFFECTS[type(op)](op)
+    try:
+        return cast("Effects", op.known_effects)
+    except AttributeError:
+        derived = _EFFECTS[type(op)](op)
+        object.__setattr__(op, "known_effects", derived)  # An op is frozen, and so are its effects.
+        return derived
 
 
 # ------------------------------------------------------------------------------------------------------ derivation
