@@ -76,6 +76,8 @@ def most_live(lifetimes: Lifetimes, lives: Sequence[int], sizes: Sequence[int]) 
         is_live = (firsts <= moment) & (moment < free_from[int(streams[at])])
         live = chosen[is_live].tolist()
         excluding = _excluding(lifetimes, live, moment)
+        if excluding and best.lives and bound - _left_out(excluding, sizes) <= best.size_bytes:
+            continue
         if excluding is None:
             bound_bytes = max(bound_bytes, bound)
             heaviest: Sequence[int] = [life for life in live if lifetimes.lasts[life] >= moment]
@@ -105,6 +107,22 @@ def _excluding(
     if len(ended) * len(late) > _MOST_PAIRS:
         return None
     return [(i, j) for i in ended for j in late if lifetimes.is_before(i, j)]
+
+
+def _left_out(excluding: Sequence[tuple[int, int]], sizes: Sequence[int]) -> int:
+    """Return bytes that every choice leaves out: a flow through the graph of ``_cut``, found faster than the largest.
+
+    It divides the bytes of all lives into chains of lives of which each excludes the others.
+    """
+    ends = {earlier: sizes[earlier] for earlier, _ in excluding}
+    begins = {later: sizes[later] for _, later in excluding}
+    flow = 0
+    for earlier, later in excluding:
+        more = min(ends[earlier], begins[later])
+        ends[earlier] -= more
+        begins[later] -= more
+        flow += more
+    return flow
 
 
 def _cut(
