@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from tests.support.machines import (
     two_machines,
 )
 from tests.support.resuming import MODEL, losses
-from tests.support.zygote import run_forked
+from tests.support.zygote import Forked, run_forked
 from zeroir.cli.app import run_command
 
 pytestmark = [
@@ -45,11 +44,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def running(program: Path, steps: int) -> list[str]:
     given = ["run", str(program), "--model", str(program.with_suffix(".py"))]
-    return ["-m", "zeroir", *given, "--steps", str(steps), "--log-every", "1", "--json"]
+    return ["zeroir", *given, "--steps", str(steps), "--log-every", "1", "--json"]
 
 
 def losses_on_one_machine(program: Path, world_size: int, folder: Path) -> dict[int, float]:
-    (_, module, *arguments) = running(program, STEPS)
+    module, *arguments = running(program, STEPS)
     alone = run_forked(module, [*arguments, "--nproc", str(world_size)], folder)
     assert alone.returncode == 0, alone.stderr
     return losses(alone.stdout)
@@ -62,8 +61,8 @@ def test_two_machines_train_as_one(program: Path, tmp_path: Path) -> None:
         agents = [
             machine.start(
                 tmp_path,
-                *("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number)),
-                *("--nproc-per-node", "2", *meeting, *running(program, STEPS)),
+                *("torch.distributed.run", "--nnodes", "2", "--node-rank", str(number)),
+                *("--nproc-per-node", "2", *meeting, "-m", *running(program, STEPS)),
             )
             for number, machine in enumerate(machines)
         ]
@@ -83,9 +82,9 @@ def test_machines_of_one_name_and_unequal_size_train_as_one(program: Path, tmp_p
         agents = [
             machine.start(
                 tmp_path,
-                *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks)),
+                *("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks)),
                 *(*meeting, "--rdzv-id", "job", "--local-addr", machine.address),
-                *running(program, STEPS),
+                *("-m", *running(program, STEPS)),
             )
             for machine, ranks in zip(machines, (2, 1), strict=True)
         ]
@@ -94,9 +93,7 @@ def test_machines_of_one_name_and_unequal_size_train_as_one(program: Path, tmp_p
     assert losses(printed) == losses_on_one_machine(program, 3, tmp_path)
 
 
-def started_by_srun(
-    machines: Sequence[Machine], program: Path, folder: Path
-) -> list[subprocess.Popen[str]]:
+def started_by_srun(machines: Sequence[Machine], program: Path, folder: Path) -> list[Forked]:
     """Ranks of two tasks with the variables of srun, which end at once, and not with an agent."""
     return [
         machine.start(
@@ -130,8 +127,7 @@ def test_a_cut_link_ends_both_sides(program: Path, tmp_path: Path) -> None:
             await_step(machines[0], folder, ranks)
             cut(machines)
         for folder, machines, _, ranks in jobs:
-            # A fifth of the timeout without a sign of life, and what ending takes.
-            assert ended(ranks, 20) == [2, 2], [machine.said(folder) for machine in machines]
+            assert ended(ranks, DEADLINE_S) == [2, 2], [machine.said(folder) for machine in machines]
             require_empty(machines)
             first, second = (errors(machine.said(folder)) for machine in machines)
             assert first[0].startswith("Error: Rank 1 on beta has given no sign of life for 6 s: ")
@@ -144,13 +140,13 @@ def test_a_cut_link_ends_both_sides(program: Path, tmp_path: Path) -> None:
 
 def require_empty(machines: Sequence[Machine]) -> None:
     """The process beside a rank needs a moment to notice the end of the rank."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + DEADLINE_S
     while any(machine.processes() for machine in machines):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
-def await_step(machine: Machine, folder: Path, ranks: Sequence[subprocess.Popen[str]]) -> None:
+def await_step(machine: Machine, folder: Path, ranks: Sequence[Forked]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not losses(machine.printed(folder).rpartition("\n")[0]):
         assert time.monotonic() < deadline

@@ -7,19 +7,19 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Final
 
-from tests.support.zygote import import_path
+from tests.support.zygote import Forked, Zygote, compiling_zygote, other_compiling_zygote
 
 HAS_NAMESPACES: Final = (
     sys.platform.startswith("linux")
     and os.geteuid() == 0
-    and all(map(shutil.which, ("ip", "unshare", "hostname")))
+    and all(map(shutil.which, ("ip", "unshare", "mount")))
     and subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode
     == 0
 )
@@ -29,52 +29,46 @@ _numbers = count()
 _DEVICE: Final = "link0"
 _NOWHERE: Final = "02:00:00:00:00:99"
 """An Ethernet address that no machine of a test has."""
-_BEGIN: Final = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; exec "$@"'
+
+
+_SOURCES: Final = (compiling_zygote, other_compiling_zygote)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One of two machines; ``hosts`` is its /etc/hosts."""
+    """One of two machines; ``hosts`` is its /etc/hosts, and its processes are forked from ``source``."""
 
+    source: Callable[[], Zygote]
     namespace: str
     host: str
     address: str
     hosts: Path
 
     def start(
-        self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[str]:
-        """Start Python with these arguments on this machine, in a folder; its output goes to files there."""
-        inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount"]
-        begin = ["sh", "-c", _BEGIN, "sh", str(self.hosts), self.host]
-        with self._out(folder).open("w") as out, self._err(folder).open("w") as err:
-            return subprocess.Popen(
-                [*inside, *begin, sys.executable, *arguments],
-                cwd=folder,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": import_path(),
-                    **(environment or {}),
-                },
-                stdout=out,
-                stderr=err,
-                text=True,
-            )
-
-    def _out(self, folder: Path) -> Path:
-        return folder / f"{self.namespace}.out"
-
-    def _err(self, folder: Path) -> Path:
-        return folder / f"{self.namespace}.err"
+        self,
+        folder: Path,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> Forked:
+        """Run a module with these arguments on this machine, in a folder; its output goes to files there."""
+        return Forked(
+            self.source(),
+            module,
+            arguments,
+            {"OMP_NUM_THREADS": "1", **(environment or {})},
+            folder / self.namespace,
+            folder=folder,
+            machine=(self.namespace, self.host, str(self.hosts)),
+        )
 
     def printed(self, folder: Path) -> str:
         """What it has printed to stdout."""
-        return self._out(folder).read_text()
+        return (folder / f"{self.namespace}.out").read_text()
 
     def said(self, folder: Path) -> str:
         """What it has printed to stderr."""
-        return self._err(folder).read_text()
+        return (folder / f"{self.namespace}.err").read_text()
 
     def processes(self) -> Sequence[int]:
         """The processes that run on this machine."""
@@ -95,9 +89,13 @@ def two_machines(
     hosts.write_text("127.0.0.1 localhost\n" + "".join(entries))
     machines = [
         Machine(
-            namespace=f"zeroir{os.getpid()}x{next(_numbers)}", host=name, address=at, hosts=hosts
+            source=source,
+            namespace=f"zeroir{os.getpid()}x{next(_numbers)}",
+            host=name,
+            address=at,
+            hosts=hosts,
         )
-        for at, name in zip(addresses, names, strict=True)
+        for source, at, name in zip(_SOURCES, addresses, names, strict=True)
     ]
     first, second = (machine.namespace for machine in machines)
     try:
@@ -131,10 +129,10 @@ def lose_all_packets(machines: Sequence[Machine]) -> None:
         _ip("-n", machine.namespace, "neigh", "replace", *neighbour)
 
 
-def ended(processes: Sequence[subprocess.Popen[str]], timeout_s: float) -> list[int]:
-    """The exit codes of processes; TimeoutExpired where one is late."""
+def ended(processes: Sequence[Forked], timeout_s: float) -> list[int | None]:
+    """The exit codes of processes; None of those that are late."""
     deadline = time.monotonic() + timeout_s
-    return [process.wait(deadline - time.monotonic()) for process in processes]
+    return [process.wait(deadline) for process in processes]
 
 
 def _ip(*arguments: str) -> None:

@@ -130,7 +130,10 @@ def run_forked(
 
 
 class Forked:
-    """A forked process, in the manner of ``Popen``; what it prints goes to files."""
+    """A forked process, in the manner of ``Popen``; what it prints goes to files.
+
+    ``machine`` is the network, the host name and the /etc/hosts of another machine than this (``namespaces.enter``).
+    """
 
     def __init__(
         self,
@@ -143,6 +146,7 @@ class Forked:
         folder: Path = ROOT,
         out: Path | None = None,
         is_merged: bool = False,
+        machine: tuple[str, str, str] | None = None,
     ) -> None:
         self._zygote = source
         self._out, self._err = out or log.with_suffix(".out"), log.with_suffix(".err")
@@ -153,6 +157,7 @@ class Forked:
             "out": str(self._out),
             "err": None if is_merged else str(self._err),
             "folder": str(folder),
+            "machine": machine,
         }
         self.pid = self._zygote.ask(request)
         assert self.pid is not None, "no rank was forked"
@@ -307,8 +312,12 @@ def _become(request: dict[str, object]) -> None:
         else:
             os.dup2(os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(str(request["folder"]))
-    argv = request["argv"]
+    argv, machine = request["argv"], request["machine"]
     assert isinstance(argv, list)
+    if isinstance(machine, list):
+        from tests.support import namespaces
+
+        namespaces.enter(*machine)
     if any(argument.startswith("--nproc") for argument in argv):
         _start_ranks_by_forking()
     _run(request)
