@@ -138,6 +138,7 @@ def steps_with(
     return [record.message for record in caplog.records if "compiled again" in record.message]
 
 
+@pytest.mark.slow
 def test_numbers_of_every_place_are_followed_after_their_first_change(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -221,6 +222,7 @@ def test_what_cannot_be_computed_from_a_number_is_an_error() -> None:
     engine.close(return_values=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["{:.1f}", "{}"])
 def test_the_text_of_a_number_is_read(form: str) -> None:
     """A text is a key of a dict: values that differ too little to change it are no evidence that none does."""

@@ -67,6 +67,7 @@ def test_each_rank_has_its_part_of_a_frozen_module() -> None:
     assert "teacher.blocks.0" in {flat.unit for flat in frozen}
 
 
+@pytest.mark.slow
 def test_a_frozen_module_changes_as_the_script_says() -> None:
     student, teacher = Scaled(), Scaled()
     engine = compiled(student, teacher).engine(self_check=False)

@@ -237,6 +237,7 @@ def following_engine(net: nn.Module, **options: object) -> Engine:
     return compiled.engine(self_check=False)
 
 
+@pytest.mark.slow
 def test_a_program_is_compiled_again_once_for_each_state(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -25,6 +25,7 @@ EXPRESSIONS: dict[str, tuple[Callable[[float], object], Callable[[], object]]] =
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "factor"), EXPRESSIONS.values(), ids=EXPRESSIONS)
 def test_more_values_than_programs_count(
     kind: Callable[[float], object], factor: Callable[[], object], monkeypatch: pytest.MonkeyPatch

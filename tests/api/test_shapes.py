@@ -203,6 +203,7 @@ def _third(x: Tensor) -> Tensor:
     return x * 2 if x.shape[0] == 3 else x
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*lets the sizes of the batch decide")
 @pytest.mark.parametrize(("decide", "least"), [(_third, 4), (_halved, 1)])
 def test_sizes_of_the_example_that_are_treated_apart_have_a_program_of_their_own(
@@ -320,6 +321,7 @@ def test_code_that_compares_two_dims_narrows_them() -> None:
     assert ends == {"rows": (1, 3), "length": (4, 99)}
 
 
+@pytest.mark.slow
 def test_an_engine_takes_batches_within_the_contract(tmp_path: Path) -> None:
     path = tmp_path / "any.zir"
     zeroir.compile(any_length.__file__, stage=2).save(path)

@@ -178,6 +178,7 @@ def hook_into(kept: dict[str, Tensor], name: str) -> Callable[..., None]:
     return hook
 
 
+@pytest.mark.slow
 def test_hooks_that_keep_activations_may_come_and_go() -> None:
     net, plain = Net(), Net()
     own: dict[str, Tensor] = {}
@@ -201,6 +202,7 @@ def test_hooks_that_keep_activations_may_come_and_go() -> None:
         expected.clear()
 
 
+@pytest.mark.slow
 def test_a_step_is_watched() -> None:
     net, plain = Net(), Net()
     kept: dict[str, Tensor] = {}
@@ -235,6 +237,7 @@ def store_values(net: Net, y: Tensor, z: Tensor) -> None:
     seen.last = z.max().item()  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 def test_values_of_tensors_may_be_stored() -> None:
     net, plain = Net(store_values), Net(store_values)
     with warnings.catch_warnings(action="error"):
@@ -314,6 +317,7 @@ class Returning(nn.Module):
         return self.give(y.square().mean(), y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("give", "beside"),
     [
@@ -364,6 +368,7 @@ def test_an_engine_of_a_file_watches_nothing(tmp_path: Path) -> None:
         engine.watch("head")
 
 
+@pytest.mark.slow
 def test_what_is_appended_counts_for_each_micro_batch() -> None:
     def store(net: Net, y: Tensor, z: Tensor) -> None:
         net.history.append(z.detach())
@@ -418,6 +423,7 @@ def test_variables_of_functions_and_globals() -> None:
     assert not torch.equal(first, latest)
 
 
+@pytest.mark.slow
 def test_what_an_evaluation_stores_is_there_after_it() -> None:
     def store(net: Net, y: Tensor, z: Tensor) -> None:
         if net.training:
@@ -553,6 +559,7 @@ def test_what_cannot_be_stored_is_named_in_a_warning(names: tuple[str, ...]) -> 
         assert name in text
 
 
+@pytest.mark.slow
 def test_the_text_of_a_program_says_what_it_stores() -> None:
     compiled = zeroir.compile(Net(store_items), X, world_size=1)
     stored = [(each.path, each.stored) for each in compiled.program.outputs]

@@ -169,6 +169,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.data())
 @examples(200)
 def test_a_wrong_body_in_a_right_envelope_is_refused_or_read(data: st.DataObject) -> None:

@@ -110,6 +110,7 @@ SGD = ("--optimizer", "sgd", "--lr", "0.1")
 RUN = ("run", "model.zir", "--steps", str(STEPS), "--log-every", "1", "--json")
 
 
+@pytest.mark.slow
 def test_sizes_and_numbers_of_the_model_file_count(zeroir: Zeroir, model: Path) -> None:
     assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0
     answer = zeroir(*RUN)
@@ -138,6 +139,7 @@ def test_a_size_of_the_other_side_compiles_once_though_nothing_else_changed(
     )
 
 
+@pytest.mark.slow
 def test_of_another_file_nothing_is_compiled(zeroir: Zeroir, model: Path) -> None:
     assert zeroir("compile", model.name, *SGD, "--world-size", "1").exit_code == 0
     model.write_text(MODEL + "\n# changed\n")
@@ -250,6 +252,7 @@ def test_ranks_compile_together(zeroir: Zeroir, model: Path) -> None:
     assert made.stderr.count("compiled again") == 1, made.stderr
 
 
+@pytest.mark.slow
 def test_values_of_the_environment_at_the_import_of_the_file_count(
     zeroir: Zeroir, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

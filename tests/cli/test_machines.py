@@ -127,7 +127,9 @@ def test_a_cut_link_ends_both_sides(program: Path, tmp_path: Path) -> None:
             await_step(machines[0], folder, ranks)
             cut(machines)
         for folder, machines, _, ranks in jobs:
-            assert ended(ranks, DEADLINE_S) == [2, 2], [machine.said(folder) for machine in machines]
+            assert ended(ranks, DEADLINE_S) == [2, 2], [
+                machine.said(folder) for machine in machines
+            ]
             require_empty(machines)
             first, second = (errors(machine.said(folder)) for machine in machines)
             assert first[0].startswith("Error: Rank 1 on beta has given no sign of life for 6 s: ")

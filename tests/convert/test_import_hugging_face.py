@@ -84,6 +84,7 @@ class Normed(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*has weights alone")
 def test_buffers_among_the_tensors_are_loaded(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -53,6 +53,7 @@ def _all_but_the_first(x: Tensor) -> Tensor:
     return _last(x, x.shape[1] - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code", [_with_the_last_biases, _in_blocks, _without_the_last_half, _all_but_the_first]
 )

@@ -112,6 +112,7 @@ class Compared:
         assert self.engine.step(batch).loss == loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code", [_every_other, _windows, _halves, _blocks, _one_hot, _scaled, _ends]
 )
@@ -124,6 +125,7 @@ def test_one_program_has_the_bits_of_eager_pytorch(code: Code) -> None:
     compared.engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* the sizes of the batch decide")
 def test_odd_and_even_sizes_have_a_program_each() -> None:
     compared = Compared(_padded_if_odd)
@@ -135,6 +137,7 @@ def test_odd_and_even_sizes_have_a_program_each() -> None:
     compared.engine.close()
 
 
+@pytest.mark.slow
 def test_the_line_that_asks_for_a_remainder_is_named() -> None:
     line = _twice_if_even.__code__.co_firstlineno + 1
     with pytest.warns(
@@ -145,6 +148,7 @@ def test_the_line_that_asks_for_a_remainder_is_named() -> None:
     assert left_out(compared.compiled) == ["length = length_by_2*2-1 with length_by_2 from 2 to 12"]
 
 
+@pytest.mark.slow
 def test_a_class_that_does_not_exist_is_no_vector_of_zeros() -> None:
     compared = Compared(lambda x: x + F.one_hot(torch.arange(x.shape[1]) // 4, 4))
     compared.step(2, 16)

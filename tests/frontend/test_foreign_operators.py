@@ -45,6 +45,7 @@ def compiled() -> CompiledProgram:
 # ---------------------------------------------------------------------------------------------------------- programs
 
 
+@pytest.mark.slow
 def test_a_program_declares_the_operators_that_torch_does_not_have(
     compiled: CompiledProgram,
 ) -> None:

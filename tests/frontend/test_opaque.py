@@ -66,6 +66,7 @@ def test_what_decides_equals_eager_replicas(options: dict[str, object]) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The code of:zeroir.errors.ModelWarning")
 def test_micro_batches_side_by_side_equal_eager_replicas(tmp_path: Path) -> None:
     text = """
@@ -86,6 +87,7 @@ def model():
     assert comparison.is_equal, comparison.differences
 
 
+@pytest.mark.slow
 def test_only_what_cannot_be_traced_runs_as_it_is() -> None:
     with pytest.warns(ModelWarning) as noted:
         made = zeroir.compile(str(FILE), world_size=2)
@@ -316,6 +318,7 @@ class Around(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The code of:zeroir.errors.ModelWarning")
 def test_its_sizes_are_polynomials_of_dims() -> None:
     torch.manual_seed(0)

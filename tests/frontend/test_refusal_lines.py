@@ -261,6 +261,7 @@ PLACES = {"source", "line", "place", "self._place(node)", "capitalised(source.pl
 """What a sentence begins with that has the line in it, as written in the frontend."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_refusal_of_a_model_names_a_line() -> None:
     """Each statement of the frontend that refuses a model begins with the line, or is executed by one of the cases."""

@@ -97,6 +97,7 @@ def test_parameters_are_bound_by_name_to_their_slot(program: Program) -> None:
                 assert program.buffer_by_name[argument.view.region.buffer].role is not Role.PARAM
 
 
+@pytest.mark.slow
 def test_nothing_that_only_views_or_casts_a_parameter_is_stored(program: Program) -> None:
     for op in computes(program):
         segment = program.segment_by_name[op.segment]

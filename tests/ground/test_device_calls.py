@@ -26,7 +26,8 @@ def test_nothing_else_calls_torch_cuda() -> None:
         for path in (
             folder.rglob("*.py") if folder.is_dir() else [folder] * (folder.suffix == ".py")
         ):
-            for node in nodes(path):
+            # Few files have to be parsed.
+            for node in nodes(path) if "cuda" in path.read_text("utf-8") else ():
                 match node:
                     case ast.Attribute(value=ast.Name(id="torch"), attr="cuda"):
                         found.add(str(path.relative_to(ROOT)))

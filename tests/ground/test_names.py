@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from tests.support.sources import nodes
@@ -34,13 +35,18 @@ def modules() -> list[Path]:
     ]
 
 
+@cache
+def class_names(module: Path) -> tuple[str, ...]:
+    """The names of all classes that a file defines."""
+    return tuple(node.name for node in nodes(module) if isinstance(node, ast.ClassDef))
+
+
 def _duplicates(modules: list[Path]) -> dict[str, list[str]]:
     """The files of each class name that several files define; leading underscores do not count."""
     files: dict[str, set[str]] = {}
     for module in modules:
-        for node in nodes(module):
-            if isinstance(node, ast.ClassDef):
-                files.setdefault(node.name.lstrip("_"), set()).add(str(module))
+        for name in class_names(module):
+            files.setdefault(name.lstrip("_"), set()).add(str(module))
     return {name: sorted(paths) for name, paths in files.items() if len(paths) > 1}
 
 
@@ -62,10 +68,7 @@ def _metaphors(files: list[Path]) -> list[str]:
     names = [
         (f"{file}{'' if name == file.stem else f': {name}'}", name)
         for file in files
-        for name in (
-            file.stem,
-            *(node.name for node in nodes(file) if isinstance(node, ast.ClassDef)),
-        )
+        for name in (file.stem, *class_names(file))
     ]
     return [
         where

@@ -86,7 +86,10 @@ def test_no_schedule_of_a_device_changes_a_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [AT_ONCE, *SEEDS])
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (2, 3), (3, 2), (3, 4)])
+@pytest.mark.parametrize(
+    ("stage", "world_size"),
+    [*(pytest.param(*run, marks=pytest.mark.slow) for run in ((0, 2), (2, 3), (3, 4))), (3, 2)],
+)
 def test_ranks_that_communicate_by_nccls_code_train_as_lockstep(
     stage: int, world_size: int, seed: int
 ) -> None:

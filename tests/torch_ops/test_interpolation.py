@@ -44,6 +44,7 @@ class Resized(nn.Module):
         return loss
 
 
+@pytest.mark.slow
 def test_every_mode_gives_the_bits_of_eager_pytorch() -> None:
     torch.manual_seed(0)
     net = Resized()
