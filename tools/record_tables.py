@@ -186,6 +186,8 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "gpu-kernels": _rows,
     "first-step": _rows,
     "predict": _rows,
+    "certificate-times": _rows,
+    "certificates": _rows,
     "checkers": _rows,
     **{f"protocol {part}": _part(part) for part in ("states", "damages")},
     "mutants": _rows,

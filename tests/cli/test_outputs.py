@@ -17,6 +17,7 @@ WRITING: dict[str, tuple[list[str], str]] = {
     "snapshot": (["export", "PROGRAM", "--format", "memory-snapshot", "-o"], "a memory snapshot"),
     "graph": (["export", "PROGRAM", "--format", "graphviz", "-o"], "a graph"),
     "report": (["report", "PROGRAM", "-o"], "a report"),
+    "certificate": (["verify", "PROGRAM", "--certificate"], "a certificate"),
     "profile": (["profile", "PROGRAM", "-o"], "a machine file"),
     "compile": (["compile", GPT, "-o"], "a compiled program"),
     "plan": (["plan", GPT, "-o"], "a compiled program"),
@@ -33,6 +34,7 @@ CONTENTS = (
 FILES = [
     *product(("compile", "simulate", "report", "graph", "profile"), CONTENTS),
     *zip(("run", "run on ranks", "chrome", "snapshot", "plan"), CONTENTS, strict=True),
+    ("certificate", CONTENTS[0]),
 ]
 """Each kind of output with each content, and each other command that writes such a kind once."""
 
@@ -55,7 +57,9 @@ def test_a_file_of_another_kind_stays(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["simulate", "chrome", "snapshot", "graph", "report"])
+@pytest.mark.parametrize(
+    "name", ["simulate", "chrome", "snapshot", "graph", "report", "certificate"]
+)
 def test_a_file_of_its_own_kind_is_written_anew(
     zeroir: Zeroir, programs: dict[int, Path], tmp_path: Path, name: str
 ) -> None:

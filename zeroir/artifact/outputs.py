@@ -31,6 +31,11 @@ class OutputKind:
 PROGRAM: Final = OutputKind(
     noun="a compiled program", example="gpt.zir", head=re.compile(re.escape(MAGIC))
 )
+CERTIFICATE: Final = OutputKind(
+    noun="a certificate",
+    example="gpt.certificate",
+    head=re.compile(rb"[\x80-\x8f]\xa6format\xb2zeroir certificate"),
+)
 TIMELINE: Final = OutputKind(
     noun="a timeline", example="trace.json", head=re.compile(rb'(?s)\{.*"traceEvents"')
 )

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, get_args
 
 from cyclopts import (
@@ -185,6 +186,12 @@ def verify(
             help="A machine file that `zeroir profile` wrote; its measured workspaces are used."
         ),
     ] = None,
+    certificate: Annotated[
+        Path | None,
+        Parameter(
+            help="Write why each law holds to this file, for a program that checks it: docs/trust.md."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Prove every law of a compiled program; exit 1 with the findings if one is broken.
@@ -196,6 +203,10 @@ def verify(
     from zeroir.report.render import render_report, report_json
 
     budget_bytes = None if budget is None else parse_bytes(budget)
+    if certificate is not None:
+        from zeroir.artifact.outputs import CERTIFICATE, require_writable
+
+        require_writable(certificate, CERTIFICATE)
     measured_machine = None
     if machine is not None:
         from zeroir.cost.machine import load_machine
@@ -213,6 +224,10 @@ def verify(
     ):
         raise UserError("--machine has an effect only with a budget: give one with --budget.")
     report = compiled.report
+    if certificate is not None and report.is_valid:
+        from zeroir.api.certificates import write_certificate
+
+        write_certificate(compiled, program, certificate)
     if as_json:
         print_json(report_json(report))
     else:

@@ -103,7 +103,7 @@ def repeated_runs(
         for micro_batch in range(repetition.micro_batches):
             start = micro_batch * len(earlier)
             is_last = micro_batch == repetition.micro_batches - 1
-            _give(run, micro_batch, dict(repetition.slices))
+            give(run, micro_batch, dict(repetition.slices))
             interpret(run, start, len(body) if is_last else start + len(earlier))
             for buffer in shared.program.buffers:
                 if is_sliced(shared.program, buffer):
@@ -119,7 +119,7 @@ def grouped(logical: Program, repetition: Repetition) -> Program:
     return replace(logical, sections=sections)
 
 
-def _give(run: SectionRun, micro_batch: int, slices: Mapping[str, int]) -> None:
+def give(run: SectionRun, micro_batch: int, slices: Mapping[str, int]) -> None:
     """Set inputs, seeds and weights to those of a micro-batch."""
     for buffer in run.program.buffers:
         if not is_sliced(run.program, buffer):

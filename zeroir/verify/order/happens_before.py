@@ -71,6 +71,10 @@ class HappensBefore:
             done[:] = map(max, done, at_event)
         return True
 
+    def clock(self, stream: int) -> tuple[int, ...]:
+        """Return how many ops of each stream are done before the next op of a stream starts."""
+        return tuple(self._done[stream])
+
     def is_before(self, number: int, stream: int) -> bool:
         """Return whether an issued op is done before the next op of a stream starts."""
         if number == ENTRY:

@@ -1,0 +1,1 @@
+"""A small program that checks certificates; it imports nothing of zeroir."""
