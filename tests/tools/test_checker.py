@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -16,7 +18,9 @@ from tests.support.subjects import CAPTURED, NAMES, subject
 from tools.checker.reading import read_bytes
 from tools.compare_checkers import OUTCOMES, judged, second_findings
 from zeroir.artifact.file import Artifact, save, to_bytes
-from zeroir.verify import Reference
+from zeroir.ir.buffers import Role
+from zeroir.ir.text import parse, print_program
+from zeroir.verify import Reference, verify
 
 QUICK = [name for name in NAMES if name not in CAPTURED]
 STRICTER = {"drop-write-back", "fill-part", "half-transfer", "rename-events", "skip-page-in"}
@@ -64,6 +68,55 @@ def test_both_agree_about_damaged_programs(name: str) -> None:
 def test_both_agree_about_many_damaged_programs(name: str) -> None:
     for seed in range(2, 12):
         check_agreement(name, seed)
+
+
+DETOUR = """\
+  alloc %detour  stream=reduce
+  cast %root.pre.grad_sum -> %detour  stream=reduce
+  cast %detour -> %root.pre.grad_sum  stream=reduce
+  release %detour  stream=reduce
+"""
+
+
+def with_rounded_sums(text: str) -> str:
+    """Round a sum to 16 bits before each micro-step adds to it, which changes nothing before the third."""
+    text = text.replace("input x", "buffer %detour : bf16[256] device grad\ninput x", 1)
+    place = text.index("release %root.pre.grad_full", text.index("section micro_step"))
+    end = text.index("\n", place) + 1
+    return text[:end] + DETOUR + text[end:]
+
+
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        ("stage 2, weighted", with_rounded_sums),
+        (
+            "stage 1, speculative",
+            lambda text: text.replace(
+                "param blocks.1 @dp version=1", "param blocks.1 @dp version=2"
+            ),
+        ),
+    ],
+)
+def test_both_refuse_what_the_second_one_once_accepted(
+    name: str, damaged: Callable[[str], str]
+) -> None:
+    made = subject(name)
+    mutant = parse(damaged(print_program(made.scheduled)))
+    assert mutant != made.scheduled
+    assert not verify(mutant, Reference(made.logical)).is_valid
+    assert second_findings(made.logical, mutant)
+
+
+@pytest.mark.slow
+def test_both_refuse_more_seeds_than_the_logical_program_draws() -> None:
+    made = subject("captured, stage 2")
+    buffers = tuple(
+        replace(b, numel=b.numel + 1) if b.role is Role.RNG else b for b in made.scheduled.buffers
+    )
+    mutant = replace(made.scheduled, buffers=buffers)
+    assert not verify(mutant, Reference(made.logical)).is_valid
+    assert second_findings(made.logical, mutant)
 
 
 def test_it_imports_nothing_of_zeroir() -> None:

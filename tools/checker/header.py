@@ -115,6 +115,12 @@ def check_header(names: Declarations, logical: Declarations, report: Report) -> 
         report("the flats are not those of the logical program")
     if _owners(names) != _owners(logical):
         report("the groups are not those of the logical program")
+    seeds = [{b.holds: b.numel for b in of.buffers if b.role == "rng"} for of in (other, one)]
+    if seeds[0].keys() != seeds[1].keys() or any(
+        seeds[1][of] < count * group or (group == 1 and seeds[1][of] != count)
+        for of, count in seeds[0].items()
+    ):
+        report("the places that draw random numbers are not those of the logical program")
     counts = [dict(of.options).get("micro_steps", "1") for of in (one, other)]
     if counts[0] != counts[1]:
         report(f"a step has {counts[0]} micro-steps, and {counts[1]} in the logical program")

@@ -273,6 +273,8 @@ def _states(names: Declarations) -> Iterator[str]:
                     f"state of {section.name}: {text}"
                     for text in region_problems(names, holding.region)
                 )
+                if getattr(holding.content, "version", 0) not in {0, 1}:
+                    yield f"section {section.name} names a version that no step makes"
                 buffer = names.buffers[holding.region.buffer]
                 if buffer.holds is None and buffer.name not in side.live:
                     yield f"section {section.name} says what %{buffer.name} holds, which is not live"

@@ -12,8 +12,8 @@ from tools.checker.terms import UNDEFINED, ZERO, Operand, PieceMemory, Pieces, T
 from tools.checker.updates import update
 
 Report = Callable[[str], None]
-COUNTS = (3, 2)
-"""The micro-step sections of each step of the run."""
+COUNTS = (4, 2)
+"""The micro-step sections of each step of the run; the third is the first that begins with a sum of two."""
 
 
 @dataclass
