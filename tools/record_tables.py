@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = tuple(
     DOCS / name
     for name in (
-        *("checkpoints.md", "conformance.md", "ir.md", "measurements.md", "offload.md"),
+        *("checkpoints.md", "conformance.md", "gpu.md", "ir.md", "measurements.md", "offload.md"),
         *("operators.md", "performance.md", "shapes.md", "trust.md"),
     )
 )
@@ -183,6 +183,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, object]], str]] = {
     "engine": _rows,
     "compile": _rows,
     "shapes": _rows,
+    "devices": _rows,
     "gpu-kernels": _rows,
     "first-step": _rows,
     "predict": _rows,

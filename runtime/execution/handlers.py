@@ -31,6 +31,7 @@ from zeroir.runtime.execution.prepared_op import PreparedOp
 from zeroir.runtime.kernels.base import Kernel, Kernels
 from zeroir.runtime.kernels.declared import misdeclared
 from zeroir.runtime.kernels.foreign import require_registered
+from zeroir.runtime.kernels.other_devices import require_device
 from zeroir.runtime.memory.rank_memory import RankMemory
 from zeroir.runtime.optimizers.preparation import prepare_update
 from zeroir.torch_ops.types import TORCH_DTYPE
@@ -48,8 +49,9 @@ class LocalRanks:
     looks at the results of segments.
 
     Raises:
-        UserError: where the types that a segment declares differ from those that its operators produce, or an operator
-            of a library or the model is not registered.
+        UserError: where the types that a segment declares differ from those that its operators produce, or this device
+            has others than the one for which it was captured, or an operator of a library or the model is not
+            registered.
     """
 
     program: Program
@@ -74,6 +76,7 @@ class LocalRanks:
                 f"The program cannot run: {problem}. It is damaged, or made for another version of torch; compile it "
                 "again."
             )
+        require_device(self.program, self.memories[0].device)
 
     def at(self, shape: Shape) -> LocalRanks:
         """Return the same ranks with the program for batches whose dims have these values; recent ones are kept."""

@@ -30,7 +30,11 @@ _NORMS: Final = frozenset(
 """Operators whose statistics, which follow the result, are FP32 on a GPU and have the operand's dtype on a CPU."""
 
 _BOOKKEEPING: Final = frozenset(
-    {"aten._embedding_bag.default", "aten._embedding_bag_forward_only.default"}
+    {
+        "aten._embedding_bag.default",
+        "aten._embedding_bag_forward_only.default",
+        "aten.log_sigmoid_forward.default",
+    }
 )
 """Operators whose additional results serve only their own backward, in shapes that differ between devices."""
 

@@ -37,6 +37,7 @@ def captured(
     numbers: FollowedNumbers | None = None,
     opaque: str | None = None,
     ranks: int = 1,
+    device: str = "cpu",
 ) -> CapturedModel:
     """What the frontend's ``capture`` returns; for a file of the repository, what it returned before."""
     file = model_file.file
@@ -54,10 +55,11 @@ def captured(
             numbers=numbers,
             opaque=opaque,
             ranks=ranks,
+            device=device,
         )
     # The digest, lest an edited file is taken for what it was.
     spec = f"{path}:{file.factory}"
-    more = tuple(keep_fp32), evaluate, tuple(outputs), tuple(shapes.items())
+    more = tuple(keep_fp32), evaluate, tuple(outputs), tuple(shapes.items()), device
     made = _captured(spec, file.sha256, precision, *more, 1)
     # Few models depend on the number of ranks.
     if made.ranks in (None, ranks):
@@ -74,6 +76,7 @@ def _captured(
     evaluate: bool,
     outputs: tuple[str, ...],
     shapes: tuple[tuple[str, tuple[int | None, ...]], ...],
+    device: str,
     ranks: int,
 ) -> CapturedModel:
     made = capture(
@@ -84,6 +87,7 @@ def _captured(
         outputs=outputs,
         shapes=dict(shapes),
         ranks=ranks,
+        device=device,
     )
     # It stays, and has so many objects that each later collection would take a tenth of a second for it.
     gc.collect()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroir.api.captured import Captured
 from zeroir.api.widest_capture import widest
 from zeroir.artifact import Artifact
-from zeroir.config import CompileOptions
+from zeroir.config import CompileOptions, options_of, replaced
 from zeroir.config.shapes import shapes_text
 from zeroir.errors import ModelWarning, UserError
 
@@ -34,7 +35,8 @@ def capture_source(
     """Trace a source.
 
     Where the code treats the sizes of the example batch apart from others, the program is for others, unless it has to
-    take the example. Where it lets remainders of sizes decide, the program is for those of the example.
+    take the example. Where it lets remainders of sizes decide, the program is for those of the example. The returned
+    options name the device, unless none was chosen and no result depends on it.
     """
     return widest(source, options, _captured, takes_example=takes_example)
 
@@ -44,14 +46,21 @@ def _captured(source: ModelSource, options: CompileOptions) -> Captured:
 
     from zeroir import __version__
     from zeroir.frontend import trace
+    from zeroir.runtime.kernels.other_devices import first_difference
     from zeroir.torch_ops.globals import torch_globals_kept
 
     with torch_globals_kept():
-        traced = trace(source, options)
+        traced = trace(source, _for_device_here(options))
+    program = traced.program
+    requested = options_of(program)
+    other = "cpu" if requested.device == "cuda" else "cuda"
+    if options.device is None and first_difference(program.segments, other) is None:
+        program = replace(program, options=replaced(requested, device=None))
+        traced = replace(traced, program=program)
     file = source.file
     artifact = Artifact(
-        logical=traced.program,
-        scheduled=traced.program,
+        logical=program,
+        scheduled=program,
         model_path=source.names.model if file is None else str(_from_here(file.path)),
         model_factory="" if file is None else file.factory,
         model_sha256="" if file is None else file.sha256,
@@ -62,6 +71,15 @@ def _captured(source: ModelSource, options: CompileOptions) -> Captured:
         offload_folder=options.offload.folder,
     )
     return Captured(artifact=artifact, traced=traced)
+
+
+def _for_device_here(options: CompileOptions) -> CompileOptions:
+    """Return the options with the device of this machine, where none is chosen."""
+    from zeroir.runtime.device.driver import driver
+
+    if options.device is not None:
+        return options
+    return replaced(options, device="cuda" if driver().is_available() else "cpu")
 
 
 def require_opaque_modules(program: Program, source: ModelSource, options: CompileOptions) -> None:

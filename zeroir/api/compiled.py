@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from zeroir import artifact as artifacts
 from zeroir.api.compilations import Compile, CompileSource
@@ -180,6 +180,13 @@ class CompiledProgram:
         changes = flat_values({name: value for name, value in given.items() if value is not None})
         return specialised(self, changes, world_size=world_size, updates_last=updates_last)
 
+    def for_device(self, source: ModelSource, job_rank: JobRank) -> CompiledProgram:
+        """Return the program, compiled again where it was captured for another device and does not run on this one."""
+        from zeroir.api.running.device import compiled_for_device
+
+        again = compiled_for_device(self, self.compile_source, source, job_rank)
+        return self if again is None else replace(cast("CompiledProgram", again), path=self.path)
+
     def at(self, values: Mapping[str, int] | str | None) -> CompiledProgram:
         """Return the program for batches of one shape, on which buffers lie where they lie for every other.
 
@@ -268,6 +275,9 @@ class CompiledProgram:
 
         ``timeout`` bounds the wait for another rank in a collective; the default is 5 minutes.
 
+        A program that was captured for another device, on which the results that it saves have other types, is compiled
+        again.
+
         ``kernels`` selects the kernels of segments: ``eager`` runs torch's operators one by one, ``inductor`` compiles
         each distinct segment once and caches it on disk. With ``cuda_graphs`` sections are launched as CUDA graphs if
         they can be captured; otherwise a warning says why not. With ``self_check`` each distinct segment is computed
@@ -297,6 +307,7 @@ class CompiledProgram:
         job_rank = rendezvous.join_job(timeout or DEFAULT_TIMEOUT)
         require_same_model(job_rank, source)
         compiled = self.specialise(world_size=job_rank.world_size)
+        compiled = compiled.for_device(source, job_rank)
         return compiled.open_engine(
             source,
             job_rank,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
@@ -55,6 +55,13 @@ def _as_text(value: object) -> object:
     """Return a number of bytes as the text that an amount is, and other values as they are."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
+
+def _unless_auto(value: object) -> object:
+    return None if value == "auto" else value
+
+
+Device = Annotated[Literal["cpu", "cuda"] | None, BeforeValidator(_unless_auto)]
+"""The kind of a device; None, also written ``auto``, leaves it open."""
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_at_commas)]
 """Names or patterns: a list of texts, or one text, separated by commas."""

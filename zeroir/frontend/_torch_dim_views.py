@@ -28,10 +28,11 @@ from torch.types import IntLikeType
 
 from zeroir.frontend._torch_dim_nodes import DimNode, PolynomialEnv
 from zeroir.ir.size_bounds import lowest
+from zeroir.torch_ops._torch_device_tensors import DeviceTensorMode
 from zeroir.torch_ops.replaced.interpolation import resized_shape
 
 
-class DimTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call] # a function of torch without types
+class DimTensorMode(DeviceTensorMode):  # type: ignore[no-untyped-call] # a function of torch without types
     """A mode whose tensors have no data, and sizes that may depend on dims."""
 
     def _dispatch_impl(

@@ -45,6 +45,7 @@ from zeroir.frontend._torch_dim_nodes import sizes_as_nodes
 from zeroir.frontend._torch_dim_views import DimTensorMode
 from zeroir.frontend._torch_hooks import GradientHook, gradient_hooks
 from zeroir.frontend.capture.storage_views import rewrite_storage_views
+from zeroir.torch_ops._torch_device_tensors import DeviceTensorMode, tensors_of
 from zeroir.torch_ops.replaced.interpolation import interpolate
 
 Function = Callable[..., object]
@@ -95,13 +96,13 @@ def is_higher_order(error: BaseException) -> bool:
     return Path(innermost.filename).name == "flex_attention.py"
 
 
-def fake_mode(env: ShapeEnv | None = None) -> FakeTensorMode:
+def fake_mode(env: ShapeEnv | None = None, device: str = "cpu") -> DeviceTensorMode:
     """Return a mode whose tensors have no data; real tensors that a model holds become constants.
 
-    With ``env`` its tensors may have sizes that depend on dims.
+    With ``env`` its tensors may have sizes that depend on dims. Operators produce what those of ``device`` do.
     """
-    make = FakeTensorMode if env is None else DimTensorMode
-    return make(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
+    make = DeviceTensorMode if env is None else DimTensorMode
+    return make(env, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +207,8 @@ def tracer_settings(mode: FakeTensorMode) -> Iterator[None]:
         stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
         if mode.shape_env is not None:
             stack.enter_context(sizes_as_nodes())
+        if isinstance(mode, DeviceTensorMode):
+            stack.enter_context(tensors_of(mode.device))
         yield
 
 

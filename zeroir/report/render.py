@@ -71,7 +71,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str | Text]]:
     traffic = on_the_wire(summary["collective_bytes"])
     broken = [code for code, verdict in summary["laws"].items() if verdict != PROVED]
     laws = f"{len(summary['laws'])} proved" if not broken else f"broken: {', '.join(broken)}"
-    yield "program", f"stage {summary['stage']}, {summary['precision']}, mesh {mesh}"
+    device = "" if summary["device"] is None else f", captured for {summary['device']}"
+    yield "program", f"stage {summary['stage']}, {summary['precision']}, mesh {mesh}{device}"
     yield (
         "parameters",
         f"{summary['parameters_numel']:,} in {counted(len(units), 'unit')}: {' '.join(shortened(units))}",

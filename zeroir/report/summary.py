@@ -54,7 +54,8 @@ class Summary(TypedDict):
     form of the program's text. ``dims`` are what sizes of a batch depend on, each with its smallest and largest value.
     ``weight`` is a phrase on the weights of batches; None if each counts alike. ``stored_bytes`` has the bytes of each
     tensor that the code stores in a step or an evaluation, by its place: that of a batch of the largest sizes.
-    ``opaque`` is the code of the model that runs as it is. ``ops`` and ``distinct_segments`` count those
+    ``opaque`` is the code of the model that runs as it is. ``device`` is the one that the model was captured for, where
+    results depend on it. ``ops`` and ``distinct_segments`` count those
     of training steps. ``evaluation`` has the figures of one evaluation; None if the program has none.
     ``snapshot_bytes_per_rank`` is the host memory that saving takes from the first save on; 0 if the program cannot
     save. ``transfer_bytes`` are the bytes that a rank copies to and from its host and its disk in a step, by op, and
@@ -65,6 +66,7 @@ class Summary(TypedDict):
     stage: int
     world_size: int
     precision: str
+    device: str | None
     mesh: dict[str, int]
     parameters_numel: int
     units: list[str]
@@ -107,6 +109,7 @@ def summarise(
         stage=stage,
         world_size=program.mesh.world_size,
         precision=precision,
+        device=program.options.texts.get("device"),
         mesh={axis.name: axis.size for axis in program.mesh.axes},
         parameters_numel=program.parameters_numel,
         units=list(dict.fromkeys(flat.unit for flat in program.flats)),

@@ -1,11 +1,11 @@
 // A CUDA device that is not there, for a torch that was built without CUDA.
 //
-// With `guard` fake tensors of the device can be traced. The rest stands in for libcuda and libtorch_cuda, with which
-// Inductor links its libraries: tensors of the device are tensors on the CPU, its operators are those of the CPU, and a
-// launch of a kernel calls a function that whoever loaded this library has given.
+// It stands in for libcuda and libtorch_cuda, with which Inductor links its libraries: tensors of the device are tensors
+// on the CPU, its operators are those of the CPU, and a launch of a kernel calls a function that whoever loaded this
+// library has given.
 
-#include <ATen/detail/CUDAHooksInterface.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include "guard.h"
+
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -17,68 +17,6 @@
 #include <string>
 
 namespace {
-
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override {
-    return c10::DeviceType::CUDA;
-  }
-  c10::Device exchangeDevice(c10::Device) const override {
-    return getDevice();
-  }
-  c10::Device getDevice() const override {
-    return {c10::DeviceType::CUDA, 0};
-  }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, getDevice());
-  }
-  c10::Stream getNewStream(c10::Device, int) const override {
-    return c10::Stream(c10::Stream::DEFAULT, getDevice());
-  }
-  c10::Stream exchangeStream(c10::Stream) const override {
-    return c10::Stream(c10::Stream::DEFAULT, getDevice());
-  }
-  c10::DeviceIndex deviceCount() const noexcept override {
-    return 1;
-  }
-};
-
-struct Hooks : at::CUDAHooksInterface {
-  explicit Hooks(at::CUDAHooksArgs) {}
-  void init() const override {}
-  bool hasCUDA() const override {
-    return true;
-  }
-  bool isBuilt() const override {
-    return true;
-  }
-  bool isAvailable() const override {
-    return true;
-  }
-  bool hasPrimaryContext(c10::DeviceIndex) const override {
-    return false;
-  }
-  c10::DeviceIndex deviceCount() const override {
-    return 1;
-  }
-  int getNumGPUs() const override {
-    return 1;
-  }
-  c10::DeviceIndex current_device() const override {
-    return 0;
-  }
-  c10::DeviceIndex getCurrentDevice() const override {
-    return 0;
-  }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override {
-    return 0;
-  }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override {
-    return 0;
-  }
-};
 
 // Runs a kernel: the file with its binary, its name, the grid, the addresses of its arguments. Zero if it succeeded.
 using Launch = int (*)(const char*, const char*, unsigned, unsigned, unsigned, void**);
@@ -96,13 +34,6 @@ CUresult missing(const char* name) {
 }
 
 } // namespace
-
-namespace c10::impl {
-C10_REGISTER_GUARD_IMPL(CUDA, Guard);
-}
-using at::CUDAHooksRegistry;
-using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(Hooks)
 
 extern "C" {
 

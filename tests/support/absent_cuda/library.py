@@ -1,10 +1,11 @@
-"""Builds ``device.cpp`` into a folder like that of a CUDA toolkit, which a compiler of Inductor's libraries gets."""
+"""Builds ``device.cpp`` into a folder like that of a CUDA toolkit, and ``tracing.cpp``."""
 
 from __future__ import annotations
 
 import ctypes
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,19 +23,27 @@ def build_toolkit(folder: Path) -> None:
     (headers,) = PACKAGES.glob("nvidia/*/include")
     include.symlink_to(headers)
     (lib / "operators.inc").write_text(_operators())
+    more = ("-DUSE_CUDA", f"-I{lib}", f"-I{include}", f"-Wl,-soname,{_LIBRARY}")
+    _build(SOURCE, lib / _LIBRARY, more)
+    # A script for the linker: one library stands in for both.
+    (lib / "libcuda.so").write_text("INPUT(-ltorch_cuda)\n")
+
+
+def build_guard(library: Path) -> None:
+    """Build what lets torch trace fake tensors of the device."""
+    _build(SOURCE.with_name("tracing.cpp"), library, ())
+
+
+def _build(source: Path, library: Path, more: Sequence[str]) -> None:
     of_torch = Path(torch.__file__).parent
     subprocess.run(
         [
-            *("g++", "-O0", "-std=c++20", "-DUSE_CUDA", "-shared", "-fPIC", "-w"),
-            *(f"-I{path}" for path in (lib, include, of_torch / "include")),
-            f"-I{of_torch / 'include/torch/csrc/api/include'}",
-            f"-Wl,-soname,{_LIBRARY}",
-            *(SOURCE, "-o", lib / _LIBRARY, f"-L{of_torch / 'lib'}", "-lc10", "-ltorch_cpu"),
+            *("g++", "-O0", "-std=c++20", "-shared", "-fPIC", "-w", *more),
+            *(f"-I{of_torch / 'include' / path}" for path in ("", "torch/csrc/api/include")),
+            *(source, "-o", library, f"-L{of_torch / 'lib'}", "-lc10", "-ltorch_cpu"),
         ],
         check=True,
     )
-    # A script for the linker: one library stands in for both.
-    (lib / "libcuda.so").write_text("INPUT(-ltorch_cuda)\n")
 
 
 def load(toolkit: Path) -> ctypes.CDLL:

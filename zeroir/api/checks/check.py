@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from zeroir.api.compiled import CompiledProgram
 from zeroir.api.compiling import compile_with
-from zeroir.config import CompileOptions
+from zeroir.config import CompileOptions, replaced
 from zeroir.errors import UserError
 from zeroir.report.names import counted, shortened
 from zeroir.report.opaque_code import OpaqueCode, traced_units
@@ -168,6 +168,9 @@ def _compared(
     from zeroir.api.model_of_program import load_model
     from zeroir.frontend.source.entry import importing_from
 
+    if options.device is None:
+        # The comparison is one on the CPU.
+        options = replaced(options, device="cpu")
     compiled = compile_with(model, options)
     if draw_shapes and not compiled.program.dims:
         raise UserError(

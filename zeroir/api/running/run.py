@@ -77,6 +77,8 @@ def run_program(
             with same_on_all_ranks(job_rank):
                 compiled = with_optimizer_bits(compiled, source, changes)
             compiled = fitted_to_job(compiled, job_rank, options, changes)
+            with warnings_as_sentences():
+                compiled = compiled.for_device(source, job_rank)
             evaluations = _evaluations(compiled, source, job_rank, options)
             with warnings_as_sentences():
                 engine = compiled.open_engine(

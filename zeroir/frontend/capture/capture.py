@@ -1,7 +1,7 @@
 """Traces a model's forward and backward into one joint graph, without allocating any weights.
 
-``model()`` runs under ``torch.device("meta")``; its parameters and buffers are then replaced by fake tensors on the CPU
-device. The graph names no device.
+``model()`` runs under ``torch.device("meta")``; its parameters and buffers are then replaced by fake tensors. The graph
+names no device, and its types are those of one device.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ def capture(
     numbers: FollowedNumbers | None = None,
     opaque: str | None = NONE,
     ranks: int = 1,
+    device: str = "cpu",
 ) -> CapturedModel:
     """Trace a model: a step and, with ``evaluate``, an evaluation with the outputs of these names.
 
@@ -115,7 +116,8 @@ def capture(
     Tensors of the batch that ``shapes`` names have sizes that depend on dims. ``numbers`` are those in the user's code
     that the program follows, as ``capture_with_numbers`` has put them there. The code of the modules ``opaque`` runs as
     it is: that of the modules that these patterns match, with None that of the smallest which cannot be traced.
-    ``ranks`` is the number of ranks that the code finds.
+    ``ranks`` is the number of ranks that the code finds. Results have the types that they have on ``device``, which
+    need not be there.
 
     Raises:
         UserError: if the model cannot be built or traced; it names the line and a remedy.
@@ -133,6 +135,7 @@ def capture(
         numbers=numbers,
         opaque=choice,
         ranks=ranks,
+        device=device,
     )
     without: frozenset[str] = frozenset()
     is_whole = False
@@ -177,6 +180,7 @@ def _captured(
     numbers: FollowedNumbers | None,
     opaque: OpaqueChoice,
     ranks: int,
+    device: str,
     without: frozenset[str] = frozenset(),
     is_whole: bool = False,
 ) -> CapturedModel:
@@ -209,7 +213,7 @@ def _captured(
             overlapping = overlapping_tensors(model)
         on_precision = note_on_precision(model, precision, names.model)
         apply_precision(model, precision, keep_fp32)
-        mode = fake_mode(env)
+        mode = fake_mode(env, device)
         with refusals_at(place):
             parameters, buffers = become_fake(model, mode)
         parameters_before = parameter_shapes(model)

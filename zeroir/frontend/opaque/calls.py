@@ -17,7 +17,6 @@ from typing import Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroir.errors import UserError
 from zeroir.frontend._torch_private import fake_mode, function_modes
@@ -48,6 +47,7 @@ from zeroir.frontend.opaque.structure import (
 )
 from zeroir.frontend.source.source import LossFunction, ModelSource, capitalised
 from zeroir.frontend.source.source_lines import line_of_call, line_of_definition, line_of_forward
+from zeroir.torch_ops._torch_device_tensors import DeviceTensorMode
 from zeroir.torch_ops.neutral import NeutralOps
 from zeroir.torch_ops.opaque import generators_seeded, opaque, register_call
 
@@ -234,7 +234,7 @@ class OpaqueModules:
 
     source: ModelSource
     reasons: Mapping[str, str]
-    mode: FakeTensorMode
+    mode: DeviceTensorMode
     found: dict[tuple[type, str], ModuleResults]
     _known: dict[str, CapturedCall] = field(default_factory=dict)
     _label: str = ""
@@ -319,7 +319,7 @@ class OpaqueModules:
         call = f"{names} {arguments} {eager.training} {eager.autocast} {trained} {loss is None}"
         of_class = type(traced), f"{call} {types} {polynomials}"
         if of_class not in self.found:
-            mode = self.mode if self.mode.shape_env is None else fake_mode()
+            mode = self.mode if self.mode.shape_env is None else fake_mode(device=self.mode.device)
             self.found[of_class] = results_of_module(
                 eager, module, types, polynomials, trained, mode
             )
