@@ -6,7 +6,7 @@ The programs and their damages are those of ``tools.mutants``. A damaged program
 says what the verifier's analyses say of it, true or not; the same one with altered claims; and that of the undamaged
 program, with the digest of the damaged one. If ``zeroir verify`` refuses the program, each must be refused. For a
 program that it accepts, the own certificate must be accepted, and an altered one may be. Exits with 1 on the other
-outcomes, and on an error that is no refusal, save for laws that certificates do not cover.
+outcomes, and on an error that is no refusal.
 """
 
 from __future__ import annotations
@@ -35,12 +35,9 @@ from zeroir.ir.program import Program
 from zeroir.verify import Reference, verify
 from zeroir.verify.certificate.certificate import certificate, unsayable
 
-UNCOVERED: Final = frozenset({"Z302", "Z503"})
-"""The laws that damages break and that no certificate covers: bounds on what is live at once."""
 OUTCOMES = (
     "both refuse",
     "both accept",
-    "accepted, against a law that is not covered",
     "accepted, against a law",
     "refused, although it is valid",
     "another error",
@@ -149,19 +146,18 @@ def judged(
         try:
             is_accepted, why = verdict(data, claims)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not happen
-            yield CertificateVerdict(kind, which, OUTCOMES[5], repr(error))
+            yield CertificateVerdict(kind, which, OUTCOMES[4], repr(error))
             continue
         if report.is_valid:
             is_free = is_accepted or which.endswith("altered")
             yield CertificateVerdict(
-                kind, which, OUTCOMES[1 if is_free else 4], "" if is_free else why
+                kind, which, OUTCOMES[1 if is_free else 3], "" if is_free else why
             )
         elif not is_accepted:
             yield CertificateVerdict(kind, which, OUTCOMES[0])
         else:
-            is_known = {finding.code for finding in report.findings} <= UNCOVERED
             first = report.render().splitlines()[0]
-            yield CertificateVerdict(kind, which, OUTCOMES[2 if is_known else 3], first)
+            yield CertificateVerdict(kind, which, OUTCOMES[2], first)
 
 
 def damaged(name: str, chance: Random) -> tuple[str, Program] | None:
@@ -218,7 +214,7 @@ def main() -> int:
     record_file.publish(
         arguments.record, "damage_certificates", ["certificate", "tried", *OUTCOMES], rows
     )
-    return 1 if any(int(cell) for cell in rows[-1][5:]) else 0
+    return 1 if any(int(cell) for cell in rows[-1][4:]) else 0
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from tools.checker.structure import check_structure
 
 _FORMAT = ("zeroir certificate", 1)
 _LARGEST = 2**30
+_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What a claim of another form leads to."""
 
 
 def check(program: bytes, certificate: bytes) -> None:
@@ -49,7 +51,7 @@ def check(program: bytes, certificate: bytes) -> None:
     require(fields[2] == program[20:52], "the certificate is of another program")
     try:
         _check(artifact, Claims(fields[3]), parts)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except _ERRORS as error:
         raise RefusedError(f"a claim has another form: {type(error).__name__}: {error}") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tools.certificates.bounds import SectionBounds
 from tools.certificates.spans import Spans, require
 from tools.checker.program import COLLECTIVES, HOST, Declarations, changes, reads
 from tools.checker.reading import FileRecord
@@ -68,6 +69,7 @@ class _SectionOrder:
         self.collectives: dict[str, int] = {}
         self.places = {s: Spans(1 << 62, None) for s in ("device", "host", "disk")}
         self.clock: list[int] = []
+        self.bounds = SectionBounds(names, section)
         self.where = f"entry of {section.name}"
 
     def run(self, clocks: list[Any]) -> None:
@@ -83,6 +85,7 @@ class _SectionOrder:
                 self._wait(op)
             else:
                 self._op(op, clock)
+                self.bounds.issued(op, line, len(self.issued) - 1)
         self._leave()
 
     def _enter(self) -> None:
@@ -128,8 +131,11 @@ class _SectionOrder:
 
     def _after(self, number: int, what: str) -> None:
         """Require that the present op begins after another one is done, by its clock."""
+        require(self._is_done(number), f"{self.where} {what}")
+
+    def _is_done(self, number: int) -> bool:
         stream, place = self.issued[number] if number >= 0 else (0, -1)
-        require(self.clock[stream] > place, f"{self.where} {what}")
+        return self.clock[stream] > place
 
     def _op(self, op: FileRecord, clock: list[int]) -> None:
         known = self.known[op.stream]
@@ -144,6 +150,7 @@ class _SectionOrder:
                     self._after(last, "has no order with another collective")
             self.collectives[op.comm] = number
         if op.kind == "Alloc":
+            self.bounds.begin(op, self._is_done)
             self._begin(op.buffer, number)
         elif op.kind == "Release":
             self._check(op.buffer, 0, self.names.buffers[op.buffer].numel, writes=True)

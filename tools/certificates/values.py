@@ -189,6 +189,10 @@ class Claims:
         if kind != "slice":
             return [(start, stop, ((kind, *map(_fixed, rest)), shift))]
         found: Pieces = []
+        ends = [b for _, b, _ in rest[0]]
+        require(
+            all(e <= a for e, (a, _, _) in zip(ends, rest[0][1:], strict=False)), "pieces overlap"
+        )
         for a, b, inner in rest[0]:
             low, high = max(a, start + shift), min(b, stop + shift)
             require(inner < index, "a content consists of itself")

@@ -58,7 +58,7 @@ def _marks(op: FileRecord, kind_of: dict[str, str], mark: dict[str, int], index:
         mark |= dict.fromkeys(reduced, last)
 
 
-def _groups(ops: Numbered, kind_of: dict[str, str]) -> Iterator[tuple[int, str, int, int]]:
+def groups(ops: Numbered, kind_of: dict[str, str]) -> Iterator[tuple[int, str, int, int]]:
     """Yield each release of a bounded buffer: its index, the buffer's name, its group and the node."""
     mark: dict[str, int] = {}
     for index, node, op in ops:
@@ -73,7 +73,7 @@ def _groups(ops: Numbered, kind_of: dict[str, str]) -> Iterator[tuple[int, str, 
 
 def check_bounds(state: OrderedRun, ops: Numbered, kind_of: dict[str, str], report: Report) -> None:
     """Report each alloc of a section that may come too early for the bound on its kind."""
-    releases = list(_groups(ops, kind_of))
+    releases = list(groups(ops, kind_of))
     for bound in state.names.program.bounds:
         for index, node, op in ops:
             if op.kind != "Alloc" or kind_of.get(op.buffer) != bound.kind_:
