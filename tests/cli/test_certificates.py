@@ -9,7 +9,7 @@ from random import Random
 
 import msgpack
 
-from tests.cli.conftest import Zeroir, assert_refused
+from tests.cli.conftest import Zeroir
 from tests.support.subjects import subject
 from tools.damage_certificates import damaged, file_of
 
@@ -46,15 +46,3 @@ def test_a_broken_program_gets_no_certificate(zeroir: Zeroir, tmp_path: Path) ->
     broken.write_bytes(file_of(made.logical, found[1]))
     assert zeroir("verify", broken, "--certificate", tmp_path / "c").exit_code == 1
     assert not (tmp_path / "c").exists()
-
-
-def test_a_program_without_a_certificate_is_refused_in_one_sentence(
-    zeroir: Zeroir, tmp_path: Path
-) -> None:
-    made = subject("stage 1, speculative")
-    path = tmp_path / "speculative.zir"
-    path.write_bytes(file_of(made.logical, made.scheduled))
-    assert_refused(
-        zeroir("verify", path, "--certificate", tmp_path / "c"),
-        "No certificate can be written for this program: it has speculative updates.",
-    )

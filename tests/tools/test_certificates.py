@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -13,12 +14,12 @@ import pytest
 from tests.support.lowering import applied
 from tests.support.pipelines import for_stage
 from tests.support.programs import mlp
-from tests.support.subjects import CAPTURED, subject
+from tests.support.subjects import CAPTURED, NAMES, subject
 from tools.certificates.__main__ import check
 from tools.certificates.spans import RefusedError
+from tools.certificates.values import Claims
 from tools.checker.reading import NoProgramError
 from tools.damage_certificates import (
-    CERTIFIED,
     OUTCOMES,
     altered,
     certificate_of,
@@ -29,10 +30,11 @@ from tools.damage_certificates import (
     verdict,
 )
 from zeroir.errors import UserError
+from zeroir.ir.sizes import Dim
 from zeroir.verify import Reference
 from zeroir.verify.certificate.certificate import certificate, unsayable
 
-QUICK = [name for name in CERTIFIED if name not in CAPTURED]
+QUICK = [name for name in NAMES if name not in CAPTURED]
 
 
 def check_subject(name: str) -> None:
@@ -60,11 +62,12 @@ def test_every_stage_is_accepted(stage: int) -> None:
     assert verdict(data, certified(logical, scheduled, data)) == (True, "")
 
 
-def test_what_no_certificate_can_say_is_named() -> None:
-    made = subject("stage 1, speculative")
-    assert unsayable(made.scheduled) == "speculative updates"
-    with pytest.raises(UserError, match="speculative updates"):
-        certificate(made.scheduled, made.logical, b"")
+def test_a_program_with_dims_gets_no_certificate() -> None:
+    made = subject("stage 0")
+    sized = replace(made.scheduled, dims=(Dim(name="length", minimum=1, maximum=8),))
+    assert unsayable(sized) == "sizes that depend on dims"
+    with pytest.raises(UserError, match="it has sizes that depend on dims"):
+        certificate(sized, made.logical, b"")
 
 
 def check_damages(name: str, seed: int) -> None:
@@ -96,6 +99,29 @@ def test_an_altered_certificate_is_refused_or_harmless() -> None:
     claims = certified(made.logical, made.scheduled, data)
     refused = [not verdict(data, altered(claims, chance))[0] for _ in range(60)]
     assert sum(refused) > 40  # others are claims that say less, or that nothing depends on
+
+
+def test_one_number_cannot_stand_for_a_statistic_and_for_a_value() -> None:
+    claims = Claims([])
+    claims.mean(("value", 7, ()), 0, ("computed", 1))
+    claims.mean(("value", 7, ()), 1, ("computed", 1))
+    with pytest.raises(RefusedError, match="value 7"):
+        claims.mean(("value", 7, ()), 0, ("computed", 2))
+    with pytest.raises(RefusedError, match="value 7"):
+        claims.mean(("value", 7, ()), 0, ("GradNorm", ()))
+
+
+def test_a_clock_that_says_too_much_is_refused() -> None:
+    made = subject("stage 3, overlapped")
+    data = file_of(made.logical, made.scheduled)
+    claims = certified(made.logical, made.scheduled, data)
+    clocks = [clock for *_, of, _ in claims["scheduled"] for clock in of if clock is not None]
+    for clock in clocks[::12]:
+        for stream in range(len(clock)):
+            clock[stream] += 1
+            assert not verdict(data, claims)[0]
+            clock[stream] -= 1
+    assert verdict(data, claims) == (True, "")
 
 
 def test_a_certificate_is_of_one_program() -> None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tools.certificates.spans import Pieces, RefusedError, Spans, aligned, merged, require
+from tools.certificates.speculation import commit_step, guess, speculative_step
 from tools.certificates.states import States
-from tools.certificates.updates import DECIDED, DECISIONS, UPDATES, check_reports, constants
+from tools.certificates.updates import DECIDED, DECISIONS, RULES, check_reports, constants
 from tools.certificates.values import (
     ALL,
     PAST,
@@ -41,6 +42,12 @@ from tools.checker.program import (
 )
 from tools.checker.reading import FileRecord
 
+_RULES = {
+    **RULES,
+    "Guess": guess,
+    "SpeculativeStep": speculative_step,
+    "CommitStep": commit_step,
+}
 KINDS = ("held", "rounded", "reduced", "added")
 """What happens to sums of contributions."""
 Left = list[tuple[FileRecord, Pieces]]
@@ -56,6 +63,7 @@ class SectionCheck(States):
         super().__init__(names, section)
         self.claims, self.rank = claims, 0
         self.used: set[str] = set()
+        self.guess: FileRecord | None = None
         self.decision: FileRecord | None = None if before is None else before.decision
         self.reported: dict[tuple[str, int], Pieces] = {} if before is None else before.reported
         """What the decision read and left, by the quantity that the engine reports, and the rank."""
@@ -86,6 +94,11 @@ class SectionCheck(States):
         names = {r.buffer for op in before.section.body for r in regions(op, told.get(op.kind, ""))}
         weight = self.names.report("summed_weight")
         names |= {weight} if before.decision is not None and weight is not None else set()
+        for holding in self.section.entry.holdings:
+            if getattr(holding.content, "guessed", False):
+                start, stop = self.names.span(holding.region, rank)
+                for a, b, value in before.memory[rank][holding.region.buffer].read(start, stop):
+                    self.memory[rank][holding.region.buffer].write(a, b, value)
         for name in names:
             self.memory[rank][name] = memory = before.memory[rank][name]
             for key, _ in memory.values[:-1]:
@@ -115,6 +128,8 @@ class SectionCheck(States):
                 check_reports(self, rank)
 
     def _is_left(self, buffer: FileRecord, want: Value, have: Value, start: int, stop: int) -> bool:
+        if want[0][-1] == -1 and have[0][0] == "flat" and have[0][-1] is not None:
+            have = (*have[0][:-1], -1), have[1]
         if want[0][0] == "flat" and have == ZERO and not is_own(want[0][1]):
             places = parts(self.names.flats[want[0][2]], start + want[1], stop + want[1])
             return all(slot is None for _, _, slot in places)
@@ -233,19 +248,20 @@ class SectionCheck(States):
                 by, pieces = tuple(self.read(op.by)), self.read(op.region)
                 yield rank, [(op.region, [(a, b, changed(v, "scale", by)) for a, b, v in pieces])]
             else:
-                require(op.kind in UPDATES, "of which certificates say nothing")
-                own = [] if op.kind != "Direction" else claimed[rank][_place(op.direction)]
-                yield rank, UPDATES[op.kind](self, op, own)
+                require(op.kind in _RULES, "of which certificates say nothing")
+                told = {"Direction": "direction", "SpeculativeStep": "param"}.get(op.kind, "")
+                own = [p for r in regions(op, told) for p in claimed[rank][_place(r)]]
+                yield rank, _RULES[op.kind](self, op, own)
 
     def read(self, region: FileRecord, rank: int | None = None) -> Pieces:
         """Return what a region holds, all of which something must have written."""
         rank = self.rank if rank is None else rank
-        pieces = self._held(region, rank)
+        pieces = self.held(region, rank)
         is_whole = all(value != UNDEFINED for *_, value in pieces)
         require(is_whole, f"reads what nothing wrote in %{region.buffer}")
         return pieces
 
-    def _held(self, region: FileRecord, rank: int) -> Pieces:
+    def held(self, region: FileRecord, rank: int) -> Pieces:
         start, stop = self.names.span(region, rank)
         held = self.memory[rank][region.buffer].read(start, stop)
         return merged([(a - start, b - start, moved(v, start)) for a, b, v in held])
@@ -354,7 +370,7 @@ class SectionCheck(States):
                 left[place].append((pair.destination, got))
         if op.kind in GATHERS and len(group) > 1:
             every = [(rank, *item) for rank, of in zip(group, left, strict=True) for item in of]
-            is_new = any(self._held(region, rank) != got for rank, region, got in every)
+            is_new = any(self.held(region, rank) != got for rank, region, got in every)
             require(is_new, "gathers what is there already")
         for place, rank in enumerate(group):
             if op.staging is not None:

@@ -19,7 +19,7 @@ DECIDED: Final = {"GradNorm", "CheckFinite", "gradient_divisor", "skip", "redo",
 DECISIONS: Final = {"Decide": "gradient_divisor skip redo", "Guess": "gradient_divisor next_step"}
 """Ops that decide, and where they say what."""
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-_STATES: Final[Mapping[str, tuple[str, ...]]] = {
+STATES: Final[Mapping[str, tuple[str, ...]]] = {
     "momentum": ("momentum_buffer",), "adam": _MOMENTS, "adamw": _MOMENTS, "lion": _MOMENTS[:1],
     "muon": ("momentum_buffer",),
 }  # fmt: skip
@@ -29,7 +29,7 @@ _WHOLE: Final = {"muon": (), "adafactor": ("factors",), "shampoo": ("preconditio
 """Optimizers that step whole parameters, by a direction; each with what else it keeps."""
 
 
-def _final(section: SectionCheck, flat: str, pieces: Pieces) -> None:
+def final(section: SectionCheck, flat: str, pieces: Pieces) -> None:
     """Require that elements of a flat are its whole gradient, to which nothing is added any more."""
     names, rank = section.names, section.rank
     for start, stop, (key, shift) in pieces:
@@ -55,7 +55,7 @@ def _gradient(section: SectionCheck, region: FileRecord) -> Pieces:
     for a, b, value in pieces:
         require(value == ZERO or value[0][0] == "gradient", f"%{region.buffer} holds no gradient")
         if value != ZERO:
-            _final(section, value[0][1], [(a, b, value)])
+            final(section, value[0][1], [(a, b, value)])
     return pieces
 
 
@@ -141,7 +141,7 @@ def constants(names: Declarations) -> tuple[set[str], set[str]]:
     return kept - changed - counters, counters
 
 
-def _check_divisor(section: SectionCheck, op: FileRecord) -> None:
+def check_divisor(section: SectionCheck, op: FileRecord) -> None:
     """Require that gradients are divided by how many micro-batches, or what weights, they are summed over."""
     program = section.names.program
     sizes = {axis.name: axis.size for axis in program.mesh.axes}
@@ -164,7 +164,7 @@ def _check_divisor(section: SectionCheck, op: FileRecord) -> None:
     require(is_whole, "divides by another weight than that of the micro-batches")
 
 
-def _named(section: SectionCheck, region: FileRecord, *buffers: str | None) -> None:
+def named(section: SectionCheck, region: FileRecord, *buffers: str | None) -> None:
     """Require that a region holds what rests in one of some buffers."""
     held = [section.names.buffers[name].holds for name in buffers if name is not None]
     wanted = [("value", f"{content.name} 0", ()) for content in held]
@@ -172,20 +172,29 @@ def _named(section: SectionCheck, region: FileRecord, *buffers: str | None) -> N
     require(is_so, f"reads %{region.buffer}, which is not what it began with")
 
 
+def check_scale(section: SectionCheck, op: FileRecord) -> None:
+    """Require that gradients are divided by the loss scale that the backward has used."""
+    report, program = section.names.report("loss_scale"), section.names.program
+    if op.loss_scale is not None and report is not None:
+        named(section, op.loss_scale, report)
+    is_scaled = any(other.kind == "UpdateScale" for s in program.sections for other in s.body)
+    require(op.loss_scale is not None or not is_scaled, "ignores the loss scale")
+
+
 def _decide(section: SectionCheck, op: FileRecord, _: Pieces) -> Left:
     report = section.names.report
     require(section.decision in (None, op), "decides again")
     section.decision = op
-    _check_divisor(section, op)
+    check_divisor(section, op)
     for region, kind in ((op.overflow, "CheckFinite"), (op.norm, "GradNorm")):
         if region is not None:
             _check_statistic(section, region, kind)
     for region in (op.step, *op.counts):
-        _named(section, region, report("step"), *(count.buffer for count in op.counts))
-    if op.loss_scale is not None and report("loss_scale") is not None:
-        _named(section, op.loss_scale, report("loss_scale"))
-    is_scaled = any(o.kind == "UpdateScale" for s in section.names.program.sections for o in s.body)
-    require(op.loss_scale is not None or not is_scaled, "ignores the loss scale")
+        named(section, region, report("step"), *(count.buffer for count in op.counts))
+    check_scale(section, op)
+    for region in regions(op, "guess"):
+        told = [section.claims.meaning(k, section.rank)[0] for *_, (k, _) in section.read(region)]
+        require(told == ["guessed"], "compares itself with what is no guess")
     for quantity, name in (("squared_norm", "norm"), ("summed_weight", "weight")):
         for region in regions(op, name):
             section.reported[quantity, section.rank] = section.read(region)
@@ -221,7 +230,7 @@ def check_reports(section: SectionCheck, rank: int) -> None:
         require(is_so, f"%{report.buffer} is not the {report.quantity} after the update")
 
 
-def _follows(section: SectionCheck, op: FileRecord, *names: str) -> None:
+def follows(section: SectionCheck, op: FileRecord, *names: str) -> None:
     """Require that an op reads what the decision left, and skips if the decision may say so."""
     decision = section.decision
     require(decision is not None, "comes before a decision")
@@ -237,7 +246,7 @@ def _follows(section: SectionCheck, op: FileRecord, *names: str) -> None:
                 require(is_own, f"reads in %{region.buffer} what the decision did not leave")
 
 
-def _own_settings(section: SectionCheck, op: FileRecord) -> set[str]:
+def own_settings(section: SectionCheck, op: FileRecord) -> set[str]:
     """Return the groups whose settings an op names, which must be those that the groups declare."""
     groups = {group.name: group for group in section.names.program.groups}
     for name, *given in settings(op):
@@ -249,16 +258,16 @@ def _own_settings(section: SectionCheck, op: FileRecord) -> set[str]:
     return {name for name, _, _ in settings(op)}
 
 
-def _stepped(section: SectionCheck, op: FileRecord, key: Key, start: int, stop: int) -> None:
+def stepped(section: SectionCheck, op: FileRecord, key: Key, start: int, stop: int) -> None:
     """Require that elements are trained, by the settings of their groups."""
-    flat, named = section.names.flats[key[2]], _own_settings(section, op)
+    flat, own = section.names.flats[key[2]], own_settings(section, op)
     require(flat.is_trainable, f"trains {flat.name}")
     for low, high, slot in parts(flat, start, stop):
         covered = 0
         for first, last, group in section.groups.get(flat.name, ()) if slot is not None else ():
             if first < high and low < last:
                 covered += min(last, high) - max(first, low)
-                require(group in named, f"has no settings of {group}")
+                require(group in own, f"has no settings of {group}")
         require(slot is None or covered == high - low, "trains what is in no group")
 
 
@@ -268,10 +277,10 @@ def _next(value: Value, quantity: str | None = None) -> Value:
 
 
 def _step(section: SectionCheck, op: FileRecord, _: Pieces) -> Left:
-    _follows(section, op, "gradient_divisor", "skip", "step")
+    follows(section, op, "gradient_divisor", "skip", "step")
     if op.algorithm in _WHOLE:
         return _whole_step(section, op, _)
-    names = [f"{n}{'_codes' if op.scales else ''}" for n in _STATES.get(op.algorithm, ())]
+    names = [f"{n}{'_codes' if op.scales else ''}" for n in STATES.get(op.algorithm, ())]
     require(len(names) == len(op.states), "has other states than its optimizer")
     fields = [op.param, op.grad, *op.states]
     left: list[Pieces] = [[] for _ in fields]
@@ -279,18 +288,18 @@ def _step(section: SectionCheck, op: FileRecord, _: Pieces) -> Left:
         (key, shift), grad, *states = values
         require(key[0] == "flat" and key[1] in {"param", "master"}, "updates no parameters")
         require(key[3:] == (0, None), "updates parameters again")
-        _stepped(section, op, key, a + shift, b + shift)
+        stepped(section, op, key, a + shift, b + shift)
         for name, state in zip(names, states, strict=True):
             require(state == ((key[0], name, *key[2:]), shift), f"takes other elements as {name}")
         if grad == ZERO:
             grad = (grad[0], shift)
         require(grad[1] == shift, "takes the gradient of other elements")
-        _final(section, key[2], [(a, b, grad)])
+        final(section, key[2], [(a, b, grad)])
         spent = ZERO if grad[0] == ZERO[0] else UNDEFINED
         for pieces, value in zip(left, (values[0], spent, *states), strict=True):
             pieces.append((a, b, _next(value) if value[0][0] == "flat" else value))
     scales: Left = []
-    for name, region in zip(_STATES.get(op.algorithm, ()), op.scales, strict=False):
+    for name, region in zip(STATES.get(op.algorithm, ()), op.scales, strict=False):
         held = section.read(region)
         for a, _end, (key, shift) in section.read(op.param):
             wanted = ("flat", f"{name}_absmax", *key[2:]), shift // _BLOCK
@@ -305,7 +314,7 @@ def _whole_step(section: SectionCheck, op: FileRecord, _: Pieces) -> Left:
     for a, b, (key, shift) in param:
         require(key[0] == "flat" and key[1] in {"param", "master"}, "updates no parameters")
         require(key[3:] == (0, None), "updates parameters again")
-        _stepped(section, op, key, a + shift, b + shift)
+        stepped(section, op, key, a + shift, b + shift)
         numel = section.names.flats[key[2]].padded_numel
         direction = (("flat", "direction", key[2], 1, None), 0)
         require(grad == [(0, numel, direction)], "does not read the directions of all elements")
@@ -325,16 +334,16 @@ def _whole_step(section: SectionCheck, op: FileRecord, _: Pieces) -> Left:
 
 def _direction(section: SectionCheck, op: FileRecord, claimed: Pieces) -> Left:
     """A direction is of the elements that its claim says, whose gradient it must read; others are padding."""
-    _follows(section, op, "gradient_divisor", "skip", "step")
+    follows(section, op, "gradient_divisor", "skip", "step")
     require(claimed and claimed[0][2][0][0] == "flat", "leaves no direction")
     (_, _, flat, _, _), shift = claimed[0][2]
     grad = section.read(op.grad)
     for a, b, (key, there) in grad:
         require(key == ZERO[0] or there == shift, "takes the gradient of other elements")
-        _final(section, flat, [(a, b, (key, shift))])
-    _stepped(section, op, ("flat", "", flat), shift, shift + section.names.numel(op.grad))
+        final(section, flat, [(a, b, (key, shift))])
+    stepped(section, op, ("flat", "", flat), shift, shift + section.names.numel(op.grad))
     left: Left = [(op.grad, [(a, b, ZERO if v == ZERO else UNDEFINED) for a, b, v in grad])]
-    for name, region in zip(_STATES.get(op.algorithm, ()), op.states, strict=True):
+    for name, region in zip(STATES.get(op.algorithm, ()), op.states, strict=True):
         pieces, wanted = section.read(region), (("flat", name, flat, 0, None), shift)
         require(all(v == wanted for *_, v in pieces), f"takes other elements as {name}")
         left.append((region, [(a, b, _next(v)) for a, b, v in pieces]))
@@ -343,7 +352,7 @@ def _direction(section: SectionCheck, op: FileRecord, claimed: Pieces) -> Left:
 
 
 def _average(section: SectionCheck, op: FileRecord, _: Pieces) -> Left:
-    _follows(section, op, "skip")
+    follows(section, op, "skip")
     found: Pieces = []
     for a, b, (param, old) in aligned(section.read(op.param), section.read(op.average)):
         key, shift = param
@@ -356,15 +365,15 @@ def _average(section: SectionCheck, op: FileRecord, _: Pieces) -> Left:
 
 
 def _update_scale(section: SectionCheck, op: FileRecord, _: Pieces) -> Left:
-    _follows(section, op, "skip")
+    follows(section, op, "skip")
     read = _scalars(section, op, "skip", "weight")
     attributes = op.window, op.factor, op.hysteresis, op.minimum, op.refill
     section.settings.add(("scale", *attributes, op.weight is not None))
-    _named(section, op.state, section.names.report("loss_scale"))
+    named(section, op.state, section.names.report("loss_scale"))
     return [_advanced(section, op.state, "update_scale", attributes, read)]
 
 
-UPDATES: Final[Mapping[str, Callable[[SectionCheck, FileRecord, Pieces], Left]]] = {
+RULES: Final[Mapping[str, Callable[[SectionCheck, FileRecord, Pieces], Left]]] = {
     "GradNorm": _statistic,
     "CheckFinite": _statistic,
     "Decide": _decide,

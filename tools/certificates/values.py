@@ -23,7 +23,15 @@ PAST, ALL, LOST, CURRENT = -1, -2, -3, -4
 """Sources: all micro-steps before, or all of the step; what is of no use; the weight of the present micro-batch."""
 OF_RANK = {"GradNorm", "CheckFinite"}
 """Meanings of statistics, which have read other elements on each rank."""
-OF_SECTION = {"advanced", "update_scale", "gradient_divisor", "skip", "redo"}
+OF_SECTION = {
+    "advanced",
+    "update_scale",
+    "gradient_divisor",
+    "skip",
+    "redo",
+    "guessed",
+    "next_step",
+}
 """Meanings of names, which are decisions and what they count; no other number may be made of them."""
 SUMS = {"gradient", "weight"}
 _PLACED = {"flat", "gradient", "value", "made"}
@@ -166,6 +174,8 @@ class Claims:
     def __init__(self, contents: list[Any]) -> None:
         self.contents = contents
         self.meanings: dict[tuple[Key, int], Key] = {}
+        self.of_rank: dict[Key, bool] = {}
+        """Whether a number means something on each rank."""
         self.of_section: dict[tuple[Key, int], Key] = {}
         """The same for numbers that are names, which mean another thing in each section."""
         self.numbers = Numbers()
@@ -225,8 +235,11 @@ class Claims:
         is_so = not is_named or is_sum or meaning[0] in OF_SECTION
         require(is_so, f"{key[1]} is not what it seems to be")
         require(is_named or self._is_global(meaning), "is made of what is decided")
-        own = (key, rank if meaning[0] in OF_RANK else -1)
-        require(meanings.setdefault(own, meaning) == meaning, f"{text((key, 0))} means two things")
+        is_of_rank = meaning[0] in OF_RANK
+        is_one = self.of_rank.setdefault(key, is_of_rank) == is_of_rank or is_named
+        own = (key, rank if is_of_rank else -1)
+        is_one &= meanings.setdefault(own, meaning) == meaning
+        require(is_one, f"{text((key, 0))} means two things")
 
     def _is_global(self, what: object) -> bool:
         """Whether something is made of nothing that is another thing in each section."""

@@ -59,9 +59,6 @@ def unsayable(program: Program) -> str | None:
     """Return what a program has for which there are no certificates."""
     if program.dims:
         return "sizes that depend on dims"
-    speculative = ops.Guess, ops.SpeculativeStep, ops.CommitStep
-    if any(isinstance(op, speculative) for op in program.ops()):
-        return "speculative updates"
     return None
 
 
