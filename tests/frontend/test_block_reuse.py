@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from zeroir.config import make_options
 from zeroir.config.shapes import parse_shapes
-from zeroir.frontend.capture import block_reuse
-from zeroir.frontend.capture.block_graph import make_block_graph
+from zeroir.frontend.capture.blocks import reuse
+from zeroir.frontend.capture.blocks.graph import make_block_graph
 from zeroir.frontend.capture.capture import capture
 from zeroir.frontend.lowering import segments
 from zeroir.frontend.lowering.tracing import program_of
@@ -134,7 +134,7 @@ def test_a_dozen_equal_blocks_are_traced_built_and_hashed_once(
 
         return call
 
-    monkeypatch.setattr(block_reuse, "make_block_graph", counted("traced", make_block_graph))
+    monkeypatch.setattr(reuse, "make_block_graph", counted("traced", make_block_graph))
     monkeypatch.setattr(segments, "Segment", counted("built", Segment))
     monkeypatch.setattr(
         workspace, "eager_workspace", counted("measured", workspace.eager_workspace)

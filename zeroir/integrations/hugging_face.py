@@ -26,11 +26,11 @@ from zeroir.integrations.defaults import (
     first_batch,
     most_positions_of,
     multiple_of,
-    precision_of,
     require_effect,
 )
 from zeroir.integrations.engine_of_trainer import EngineOfTrainer, Inputs, TrainerBatch
 from zeroir.integrations.torch_schedulers import move_scheduler, without_schedule
+from zeroir.integrations.training_arguments import options_of_arguments, require_supported
 from zeroir.report.names import counted
 from zeroir.torch_ops.batches import with_tensors
 
@@ -40,29 +40,12 @@ if TYPE_CHECKING:
     from transformers.training_args import TrainingArguments
 
     from zeroir.api.keywords import CompileKeywords
-    from zeroir.config import FloatName
     from zeroir.runtime.engine.accumulation import MicroStepResult
 
 _STATE: Final = "zeroir"
 """The folder of the engine's state in a checkpoint of the trainer."""
 
 _SCHEDULER: Final = "scheduler.pt"
-_OF_DDP: Final = "it is for DistributedDataParallel, which an engine replaces"
-_IGNORED: Final[Mapping[str, str]] = {
-    "fp16_full_eval": "it evaluates in the precision of its program",
-    "bf16_full_eval": "it evaluates in the precision of its program",
-    "torch_compile_backend": "torch_compile=True selects its kernels, which are Inductor's",
-    "torch_compile_mode": "torch_compile=True selects its kernels, which have no modes",
-    "torch_empty_cache_steps": "its program plans the memory",
-    "debug": "the model's hooks are a part of the compiled step, and read no values",
-    "parallelism_config": "it shards by the ZeRO stage of zeroir_options",
-    "ddp_find_unused_parameters": _OF_DDP,
-    "ddp_bucket_cap_mb": _OF_DDP,
-    "ddp_broadcast_buffers": _OF_DDP,
-    "ddp_static_graph": _OF_DDP,
-}
-"""Arguments that would be ignored if set, and the reason."""
-
 _NO_OUTPUTS: Final = ("loss", "past_key_values")
 
 _joined: Final = cast("Callable[[object, object], object]", nested_concat)
@@ -94,7 +77,7 @@ class ZeroirTrainer(Trainer):
         **others: object,
     ) -> None:
         if args is not None:
-            _require_supported(args)
+            require_supported(args)
         self._options: CompileKeywords = {} if zeroir_options is None else zeroir_options
         if not isinstance(zeroir_options, dict | None):
             raise UserError(
@@ -225,14 +208,7 @@ class ZeroirTrainer(Trainer):
         return self._running
 
     def _compile_options(self, model: nn.Module) -> CompileKeywords:
-        args = self.args
-        options: CompileKeywords = {
-            "world_size": args.world_size,
-            "precision": _precision(args, model),
-            "micro_steps": args.gradient_accumulation_steps,
-            "clip": args.max_grad_norm if args.max_grad_norm else None,
-        }
-        return merged(options, self._options)
+        return merged(options_of_arguments(self.args, model), self._options)
 
     def _program_loss(
         self,
@@ -472,46 +448,6 @@ class _SkippedSteps:
     def step_was_skipped(self) -> bool:
         result = self.running.engine.last_result
         return result is not None and result.is_skipped
-
-
-def _require_supported(args: TrainingArguments) -> None:
-    """Refuse arguments that an engine cannot follow, and keep one process on one device.
-
-    Raises:
-        UserError: if there are such arguments.
-    """
-    if args.fsdp or args.deepspeed:
-        which = "fsdp" if args.fsdp else "deepspeed"
-        raise UserError(
-            f"TrainingArguments has {which}=, which distributes the training itself: leave it out, and pass the ZeRO "
-            "stage and the offloading as zeroir_options."
-        )
-    if args.auto_find_batch_size:
-        raise UserError(
-            "ZeroirTrainer does not try batch sizes: leave auto_find_batch_size out, and look at what "
-            "`zeroir plan` finds for the model."
-        )
-    if args.save_only_model and args.load_best_model_at_end:
-        raise UserError(
-            "load_best_model_at_end needs the state of the engine in the checkpoints: leave save_only_model out."
-        )
-    for name, reason in _IGNORED.items():
-        value = getattr(args, name, None)
-        if value and (name, value) != ("torch_compile_backend", "inductor"):
-            raise UserError(
-                f"{name}={value!r} of TrainingArguments has no effect with an engine: {reason}. Leave it out."
-            )
-    if args.n_gpu > 1:
-        args._n_gpu = 1  # As the trainer does for models that use several devices by themselves.
-
-
-def _precision(args: TrainingArguments, model: nn.Module) -> FloatName:
-    """Return the precision in the arguments, or else that of the model's parameters."""
-    if args.bf16:
-        return "bf16"
-    if args.fp16:
-        return "fp16"
-    return precision_of(model)
 
 
 def _number(num_items: Tensor | int | None) -> int | None:

@@ -6,11 +6,10 @@ names no device, and its types are those of one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from types import MappingProxyType
 
 import torch
@@ -22,16 +21,16 @@ from zeroir.errors import Remainders, ShapesError, UserError
 from zeroir.frontend._torch_private import (
     fake_mode,
 )
-from zeroir.frontend.capture.captured_graph import CapturedGraph, GraphInput, InputKind
+from zeroir.frontend.capture.captured_graph import CapturedGraph, InputKind
 from zeroir.frontend.capture.captured_model import CapturedEvaluation, CapturedModel
 from zeroir.frontend.capture.code_contexts import (
     line_of_caller,
     note_on_autocasts,
     noting_autocasts,
 )
+from zeroir.frontend.capture.evaluation import GraphOfStep, evaluation_of, with_stores
 from zeroir.frontend.capture.gradient_hooks import ParameterHooks
 from zeroir.frontend.capture.graph_of_step import graph_of_step
-from zeroir.frontend.capture.loss_and_outputs import UnknownOutputError
 from zeroir.frontend.capture.loss_step import LossStep
 from zeroir.frontend.capture.module_tensors import (
     OtherShapeError,
@@ -42,7 +41,6 @@ from zeroir.frontend.capture.module_tensors import (
 from zeroir.frontend.capture.outside_tensors import OutsideTensors
 from zeroir.frontend.capture.precision import apply_precision, compute_dtype, note_on_precision
 from zeroir.frontend.capture.python_state import PythonState, UsersCode
-from zeroir.frontend.capture.read_graph import without_dead_nodes
 from zeroir.frontend.capture.shapes import dim_env, sizes_are_integers, sizes_of
 from zeroir.frontend.capture.shared_memory import (
     note_on_ties,
@@ -59,7 +57,6 @@ from zeroir.frontend.capture.state_check import (
     checked_state,
     note_on_stores,
     require_no_clock,
-    stores_of_evaluation,
 )
 from zeroir.frontend.opaque.calls import OpaqueModules
 from zeroir.frontend.opaque.choice import NONE, OpaqueChoice, UntraceableError
@@ -77,8 +74,6 @@ from zeroir.frontend.watch.outside_modules import replaced_by_copies, stand_ins,
 from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.stored_tensors import (
     NOTHING_KEPT,
-    StoredObject,
-    StorePlace,
     kept_tensors,
 )
 from zeroir.ir.analysis.instances import with_other_sizes
@@ -123,11 +118,10 @@ def capture(
         UserError: if the model cannot be built or traced; it names the line and a remedy.
     """
     choice = OpaqueChoice(opaque)
-    captured = partial(
-        _captured,
-        source,
-        precision,
-        keep_fp32,
+    request = _CaptureRequest(
+        source=source,
+        precision=precision,
+        keep_fp32=keep_fp32,
         evaluate=evaluate,
         outputs=outputs,
         fewest_equal_calls=fewest_equal_calls,
@@ -141,7 +135,7 @@ def capture(
     is_whole = False
     while True:
         try:
-            return captured(without=without, is_whole=is_whole)
+            return _captured(request, without, is_whole=is_whole)
         except _UnreadAttributes as error:
             without |= error.names
         except (UntraceableError, CannotRunError) as error:
@@ -168,34 +162,40 @@ class _UnreadAttributes(Exception):  # noqa: N818 - the model is captured again 
         self.names = names
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CaptureRequest:
+    """The arguments of ``capture``."""
+
+    source: ModelSource
+    precision: FloatName
+    keep_fp32: Sequence[str]
+    evaluate: bool
+    outputs: Sequence[str]
+    fewest_equal_calls: int
+    shapes: BatchShapes
+    numbers: FollowedNumbers | None
+    opaque: OpaqueChoice
+    ranks: int
+    device: str
+
+
 def _captured(
-    source: ModelSource,
-    precision: FloatName,
-    keep_fp32: Sequence[str],
-    *,
-    evaluate: bool,
-    outputs: Sequence[str],
-    fewest_equal_calls: int,
-    shapes: BatchShapes,
-    numbers: FollowedNumbers | None,
-    opaque: OpaqueChoice,
-    ranks: int,
-    device: str,
-    without: frozenset[str] = frozenset(),
-    is_whole: bool = False,
+    request: _CaptureRequest, without: frozenset[str], *, is_whole: bool
 ) -> CapturedModel:
     """Capture without these attributes.
 
     Raises:
         _UnreadAttributes: if there are others that forward replaces unread, unless the capture ``is_whole``.
     """
+    source, precision, numbers = request.source, request.precision, request.numbers
+    opaque = request.opaque
     names = source.names
     example = source.batch()
     with refusals_at(names.batch_line):
         leaves = _checked_leaves(example, names.batch)
         tensors = leaves.tensors
         batch = tuple(tensor_info(f"input {path}", path, x) for path, x in tensors.items())
-        env, sizes = dim_env(shapes, {info.name: info.shape for info in batch})
+        env, sizes = dim_env(request.shapes, {info.name: info.shape for info in batch})
         batch = tuple(replace(info, shape=sizes[info.name]) for info in batch)
     autocasts = dict(source.autocasts)
     folder = source.folder
@@ -212,8 +212,8 @@ def _captured(
             attributes = register_plain_tensors(model, without)
             overlapping = overlapping_tensors(model)
         on_precision = note_on_precision(model, precision, names.model)
-        apply_precision(model, precision, keep_fp32)
-        mode = fake_mode(env, device)
+        apply_precision(model, precision, request.keep_fp32)
+        mode = fake_mode(env, request.device)
         with refusals_at(place):
             parameters, buffers = become_fake(model, mode)
         parameters_before = parameter_shapes(model)
@@ -223,7 +223,7 @@ def _captured(
         of_trace = modules.install(model, with_loss=opaque.with_loss)
         functions = (source.loss, source.weight, *hooks.functions)
         reached = ReachedCode.of(model, functions)
-        if shapes:
+        if request.shapes:
             at_the_end.enter_context(sizes_are_integers(reached.functions))
         # A step has hooks of its own.
         outside = CodeState.of(None, reached)
@@ -256,7 +256,7 @@ def _captured(
             compute_dtype(precision),
             hooks,
             state,
-            TracedRanks(ranks),
+            TracedRanks(request.ranks),
             opaque_paths,
         )
         if env is not None:
@@ -268,7 +268,7 @@ def _captured(
 
         def joint_graph_of_a_step(
             values: Mapping[Dim, int] = MappingProxyType({}),
-        ) -> tuple[CapturedGraph, tuple[str, ...]]:
+        ) -> GraphOfStep:
             """Return the joint graph, where some dims have these values, and the blocks that were reused."""
             with mode:
                 inputs = [
@@ -278,7 +278,9 @@ def _captured(
                 inputs.append(torch.empty(MAX_DROPOUT_SITES, dtype=torch.int64))
                 inputs.append(torch.empty(1, dtype=torch.int64))
             with assumptions_first(env, step.place):
-                return graph_of_step(source, mode, step, inputs, list(tensors), fewest_equal_calls)
+                return graph_of_step(
+                    source, mode, step, inputs, list(tensors), request.fewest_equal_calls
+                )
 
         try:
             joint, reused_blocks = joint_graph_of_a_step()
@@ -310,7 +312,7 @@ def _captured(
         notes.append(changed.note)
         # What is stored in the backward is no value of the forward.
         of_forward = [s for s in changed.stores if source.is_in_hand and s in places]
-        (joint, reused_blocks), stored = _with_stores(
+        (joint, reused_blocks), stored = with_stores(
             step, of_forward, joint_graph_of_a_step, (joint, reused_blocks)
         )
         lost = [store.name for store in changed.stores if store not in step.stores]
@@ -318,9 +320,9 @@ def _captured(
         evaluation: CapturedEvaluation | None = None
         narrowings: tuple[str, ...] = ()
         remainders: Remainders | None = None
-        if evaluate:
-            evaluation, why_not = _evaluation(
-                joint, step, outputs, joint_graph_of_a_step, has_stores=source.is_in_hand
+        if request.evaluate:
+            evaluation, why_not = evaluation_of(
+                joint, step, request.outputs, joint_graph_of_a_step, has_stores=source.is_in_hand
             )
             notes.append(why_not)
             stored += () if evaluation is None else evaluation.stored
@@ -337,9 +339,9 @@ def _captured(
                 other = (
                     None
                     if evaluation is None
-                    else _evaluation(joint, step, outputs, at_values, has_stores=source.is_in_hand)[
-                        0
-                    ]
+                    else evaluation_of(
+                        joint, step, request.outputs, at_values, has_stores=source.is_in_hand
+                    )[0]
                 )
                 return at_values()[0], None if other is None else other.joint
 
@@ -382,7 +384,7 @@ def _captured(
         kept=kept,
         reads=step.reads,
         opaque=opaque_paths,
-        ranks=ranks if step.ranks.is_asked else None,
+        ranks=request.ranks if step.ranks.is_asked else None,
         is_gathering=step.ranks.is_gathering,
     )
 
@@ -408,90 +410,6 @@ _IN_SCRIPT = (
     "An engine that is made in this script compiles another program when it meets other sizes; one that is made from "
     "a file of this program refuses them."
 )
-
-
-def _evaluation(
-    joint_of_step: CapturedGraph,
-    step: LossStep,
-    outputs: Sequence[str],
-    capture_graph: Callable[[], tuple[CapturedGraph, tuple[str, ...]]],
-    *,
-    has_stores: bool,
-) -> tuple[CapturedEvaluation | None, str | None]:
-    """Return the graph of an evaluation, or None and a sentence where the model cannot be captured under ``eval()``.
-
-    Tensors that it stores are among its outputs where it ``has_stores``; otherwise the sentence names them.
-
-    Raises:
-        UserError: if an output that the user requests does not exist.
-    """
-    try:
-        with step.evaluating(outputs):
-            joint, reused_blocks = capture_graph()
-            sites = step.sites
-            stores = stores_of_evaluation(joint, step.model, step, lambda: capture_graph()[0])
-            of_forward = stores if has_stores else ()
-            (joint, reused_blocks), stored = _with_stores(
-                step, of_forward, capture_graph, (joint, reused_blocks)
-            )
-            lost = [store.name for store in stores if store not in step.stores]
-    except UnknownOutputError:
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the model's own eval() may raise any error
-        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        return None, (
-            f"The program cannot evaluate, because the model cannot be captured under eval(): {reason}"
-        )
-    # An evaluation must not change the state.
-    joint = without_dead_nodes(replace(joint, mutations=()))
-    joint = replace(joint, inputs=tuple(_named_alike(joint, joint_of_step)))
-    captured = CapturedEvaluation(
-        joint=joint, sites=sites, reused_blocks=reused_blocks, stored=stored
-    )
-    return captured, note_on_stores(lost) if lost else None
-
-
-_GraphOfStep = tuple[CapturedGraph, tuple[str, ...]]
-"""A joint graph, and the blocks that were reused in it."""
-
-
-def _with_stores(
-    step: LossStep,
-    stores: Sequence[StorePlace],
-    capture_graph: Callable[[], _GraphOfStep],
-    plain: _GraphOfStep,
-) -> tuple[_GraphOfStep, tuple[StoredObject, ...]]:
-    """Return the graph of a step whose outputs are what it stores at these places, too, and what that is.
-
-    Where a program cannot have them the ``plain`` graph is returned, and the step has no ``stores``.
-    """
-    step.stores = tuple(stores)
-    if not stores:
-        return plain, ()
-    try:
-        return capture_graph(), step.stored
-    except UserError:
-        step.stores = ()
-        return plain, ()
-
-
-def _named_alike(joint: CapturedGraph, joint_of_step: CapturedGraph) -> Iterator[GraphInput]:
-    """Yield the inputs of an evaluation, whose constants have the names of equal ones in the step, or new ones."""
-
-    def key(item: GraphInput, graph: CapturedGraph) -> tuple[object, ...]:
-        return item.data, graph.types[item.value], id(item.outside)
-
-    of_step = [item for item in joint_of_step.inputs if item.kind is InputKind.CONSTANT]
-    names = {key(item, joint_of_step): item.name for item in of_step}
-    taken = set(names.values())
-    for item in joint.inputs:
-        if item.kind is not InputKind.CONSTANT:
-            yield item
-            continue
-        new = (name for i in count() if (name := f"constant.{i}") not in taken)
-        name = names.get(key(item, joint)) or next(new)
-        taken.add(name)
-        yield replace(item, name=name)
 
 
 def _built(source: ModelSource) -> nn.Module:

@@ -27,7 +27,7 @@ from zeroir.frontend._torch_private import (
     joint_graph,
     tracer_settings,
 )
-from zeroir.frontend.capture.block_reuse import make_plan
+from zeroir.frontend.capture.blocks.reuse import make_plan
 from zeroir.frontend.capture.captured_graph import CapturedGraph
 from zeroir.frontend.capture.loss_step import LossStep
 from zeroir.frontend.capture.node_origins import origin_of

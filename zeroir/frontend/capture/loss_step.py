@@ -17,9 +17,9 @@ from zeroir.frontend._torch_private import (
     whole_where_different,
 )
 from zeroir.frontend._torch_sizes import has_dims
-from zeroir.frontend.capture.block_calls import UnrecordableError
-from zeroir.frontend.capture.block_recording import ForwardRecorder, ForwardRecording
-from zeroir.frontend.capture.block_reuse import ReusePlan
+from zeroir.frontend.capture.blocks.calls import UnrecordableError
+from zeroir.frontend.capture.blocks.recording import ForwardRecorder, ForwardRecording
+from zeroir.frontend.capture.blocks.reuse import ReusePlan
 from zeroir.frontend.capture.captured_graph import OutputName
 from zeroir.frontend.capture.gradient_hooks import ParameterHooks
 from zeroir.frontend.capture.loss_and_outputs import evaluated, loss_of

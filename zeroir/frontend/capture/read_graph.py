@@ -21,8 +21,8 @@ from zeroir.frontend._torch_private import (
     TracedGraph,
     annotation_of,
 )
-from zeroir.frontend.capture.block_graph import BlockGraph
-from zeroir.frontend.capture.block_reuse import ReusePlan
+from zeroir.frontend.capture.blocks.graph import BlockGraph
+from zeroir.frontend.capture.blocks.reuse import ReusePlan
 from zeroir.frontend.capture.captured_graph import (
     Alias,
     CapturedGraph,

@@ -19,7 +19,7 @@ from zeroir.frontend._torch_private import (
     whole_where_different,
 )
 from zeroir.frontend._torch_sizes import has_dims, torch_sizes
-from zeroir.frontend.capture.block_calls import (
+from zeroir.frontend.capture.blocks.calls import (
     CallSequence,
     TensorKind,
     UnrecordableError,

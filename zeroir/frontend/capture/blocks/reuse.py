@@ -20,9 +20,14 @@ from zeroir.frontend._torch_private import (
     whole_where_different,
 )
 from zeroir.frontend._torch_sizes import torch_sizes
-from zeroir.frontend.capture.block_calls import CallSequence, TensorKind, UnrecordableError, kind_of
-from zeroir.frontend.capture.block_graph import BlockGraph, make_block_graph
-from zeroir.frontend.capture.block_recording import BlockCall, ForwardRecording
+from zeroir.frontend.capture.blocks.calls import (
+    CallSequence,
+    TensorKind,
+    UnrecordableError,
+    kind_of,
+)
+from zeroir.frontend.capture.blocks.graph import BlockGraph, make_block_graph
+from zeroir.frontend.capture.blocks.recording import BlockCall, ForwardRecording
 from zeroir.frontend.capture.node_origins import NodeOrigin, OriginTracker
 from zeroir.torch_ops.neutral import NeutralOps
 

@@ -21,7 +21,7 @@ from zeroir.frontend._torch_private import (
     autograd_functions_replaced,
     operator_context,
 )
-from zeroir.frontend.capture.block_calls import (
+from zeroir.frontend.capture.blocks.calls import (
     CallSequence,
     TensorKind,
     TensorRef,
