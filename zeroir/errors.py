@@ -134,6 +134,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
 
 
+def explain_device_assert(error: BaseException, place: str) -> str | None:
+    """Return the message for an error of torch, raised in a place, if a kernel on a GPU refused a value; else None.
+
+    A GPU reports it when the host next waits for it, whatever op that is in.
+    """
+    if "device-side assert" not in str(error):
+        return None
+    return (
+        "The batch does not suit the model: a kernel on the GPU refused a value, such as an index beyond a table, "
+        f"{place} or in an op before it. Run the same batch on the CPU or with CUDA_LAUNCH_BLOCKING=1 to see which; "
+        "this process cannot use the GPU any more."
+    )
+
+
 _REFUSED_PATHS: Final = frozenset(
     {
         *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zeroir.errors import UserError
+from zeroir.errors import UserError, explain_device_assert
 from zeroir.ir.output_paths import structured
 from zeroir.ir.program import Program
 from zeroir.ir.reports import Quantity, Storing
@@ -170,12 +170,12 @@ class StepResult:
     @property
     def loss(self) -> float:
         """Mean over the step's micro-batches of this rank, weighted by their weights; NaN where all of them are 0."""
-        return float(self.rank.loss)
+        return _number(self.rank.loss)
 
     @property
     def weight(self) -> float:
         """The sum of the weights of this rank's micro-batches, or their number where they have no weights."""
-        return float(self.rank.weight)
+        return _number(self.rank.weight)
 
     @property
     def mean_loss(self) -> float:
@@ -186,7 +186,7 @@ class StepResult:
         """
         if self.rank.mean_loss is None:
             raise UserError("The program does not report the loss of all ranks: compile it again.")
-        return float(self.rank.mean_loss)
+        return _number(self.rank.mean_loss)
 
     @property
     def outputs(self) -> object:
@@ -206,17 +206,17 @@ class StepResult:
     @property
     def is_skipped(self) -> bool:
         """Whether the update was skipped, because of an overflow on any rank or a weight of 0 on all ranks."""
-        return self.rank.is_skipped is not None and bool(self.rank.is_skipped > 0)
+        return self.rank.is_skipped is not None and _number(self.rank.is_skipped) > 0
 
     @property
     def is_redone(self) -> bool:
         """Whether clipping or an overflow undid the host's speculative update; False without speculation."""
-        return self.rank.is_redone is not None and bool(self.rank.is_redone > 0)
+        return self.rank.is_redone is not None and _number(self.rank.is_redone) > 0
 
     @property
     def grad_norm(self) -> float | None:
         """The global L2 norm of the averaged gradient before clipping; None where the program does not compute it."""
-        return None if self.rank.grad_norm is None else float(self.rank.grad_norm)
+        return None if self.rank.grad_norm is None else _number(self.rank.grad_norm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -233,14 +233,25 @@ class Evaluation:
     @property
     def loss(self) -> float:
         """The loss of this rank's batch."""
-        return float(self.rank.loss)
+        return _number(self.rank.loss)
 
     @property
     def weight(self) -> float:
         """The weight of the batch, as in a step; 1 where batches have no weights."""
-        return float(self.rank.weight)
+        return _number(self.rank.weight)
 
     @property
     def outputs(self) -> object:
         """The declared outputs in the user's structure, tensors on the engine's device; None where there are none."""
         return self.rank.outputs
+
+
+def _number(value: Tensor | float) -> float:
+    """Return the number that a device computed; UserError where a kernel before it refused a value."""
+    try:
+        return float(value)
+    except RuntimeError as error:
+        refusal = explain_device_assert(error, "in the step")
+        if refusal is None:
+            raise
+        raise UserError(refusal) from error

@@ -16,6 +16,7 @@ from zeroir.errors import (
     InternalError,
     UserError,
     ZeroirError,
+    explain_device_assert,
     is_out_of_memory,
 )
 from zeroir.ir import ops
@@ -282,6 +283,8 @@ class SectionRunner:
             )
         if is_out_of_memory(error):
             return UserError(f"Memory ran out in {place}: {MEMORY_REMEDY}.")
+        if (refusal := explain_device_assert(error, f"in {place}")) is not None:
+            return UserError(refusal)
         if isinstance(error, IndexError):
             problem = str(error).rstrip(".")
             return UserError(f"The batch does not suit the model: {problem}, in {place}.")

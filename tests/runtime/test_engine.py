@@ -26,6 +26,7 @@ from zeroir.runtime.engine.engine import Engine
 from zeroir.runtime.engine.rank_program import RankProgram
 from zeroir.runtime.engine.results import Evaluation, RankEvaluation, RankResult, StepResult
 from zeroir.runtime.execution.lockstep import Lockstep
+from zeroir.runtime.kernels.eager import EagerKernel
 from zeroir.torch_ops.batches import Batch, flatten
 
 
@@ -96,6 +97,32 @@ def test_an_index_that_the_model_has_no_row_for_is_the_batchs_fault() -> None:
         engine.step((torch.tensor([7]),))
     # The step was cut off in its middle, so that its successors would compute with anything.
     with pytest.raises(UserError, match=r"An earlier step failed in its middle.*make a new engine"):
+        engine.step((torch.tensor([0]),))
+
+
+ASSERTED = "CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`."
+
+
+def test_an_assertion_of_a_gpu_is_the_batchs_fault_whenever_the_host_learns_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU reports it in a later op, or where the host reads what a step computed."""
+    engine = Engine(parse(LOOK_UP))
+    result = engine.step((torch.tensor([0]),))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(ASSERTED)
+
+    monkeypatch.setattr(torch.Tensor, "__float__", fail)
+    with pytest.raises(
+        UserError, match=r"kernel on the GPU refused a value.* in the step or .* before it"
+    ):
+        print(result.loss)
+    monkeypatch.undo()
+    monkeypatch.setattr(EagerKernel, "__call__", fail)
+    with pytest.raises(
+        UserError, match=r"refused a value.*in last_micro_step:0 .* or in an op before"
+    ):
         engine.step((torch.tensor([0]),))
 
 
