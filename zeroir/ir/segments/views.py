@@ -11,6 +11,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Final, NamedTuple
 
 from zeroir.ir.buffers import contiguous_stride, span_numel
@@ -53,10 +54,13 @@ def parts(node: Node, source: TensorType) -> tuple[Part, ...] | None:
     if node.op == "aten.expand.default":
         given.pop("implicit", None)
     try:
-        bound = inspect.signature(rule).bind(source, *node.args[1:], **given)
+        bound = _signature(rule).bind(source, *node.args[1:], **given)
     except TypeError as error:
         raise ViewError(f"takes other arguments: {error}") from error
     return tuple(rule(*bound.args, **bound.kwargs))
+
+
+_signature: Final = cache(inspect.signature)
 
 
 def mistyped(node: Node, types: Sequence[TensorType | None]) -> str | None:

@@ -210,10 +210,14 @@ TORN: Final = Undefined("torn")
 
 
 class Numbering:
-    """Value numbers: equal keys get equal numbers. Programs that are compared share one numbering."""
+    """Value numbers: equal keys get equal numbers. Programs that are compared share one numbering.
+
+    ``prepared`` is what has been derived of segments with these numbers, by their digests.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
+        self.prepared: dict[str, object] = {}
 
     def of(self, key: Hashable) -> int:
         """Return the number of a key."""

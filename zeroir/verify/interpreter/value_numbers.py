@@ -39,7 +39,6 @@ class Segments:
         self._numbering = numbering
         self._by_node = by_node
         self._digests: dict[str, str] = {}
-        self._bodies: dict[str, _PreparedSegment] = {}
         self._results: dict[tuple[str, int], tuple[Result, ...]] = {}
         # the layout of each computed storage, as its operator created it
         self._homes: dict[int, int] = {}
@@ -54,9 +53,11 @@ class Segments:
         if results is None:
             segment = self._segments[name]
             if self._by_node:
-                if digest not in self._bodies:
-                    self._bodies[digest] = _PreparedSegment(segment, self._numbering)
-                results = self._bodies[digest].results(operands, self._homes)
+                prepared = self._numbering.prepared.get(digest)
+                if not isinstance(prepared, _PreparedSegment):
+                    prepared = _PreparedSegment(segment, self._numbering)
+                    self._numbering.prepared[digest] = prepared
+                results = prepared.results(operands, self._homes)
             else:
                 numbers = [self._numbering.of((call, i)) for i in range(len(segment.outputs))]
                 results = tuple(Result(number, number, 0) for number in numbers)
