@@ -95,6 +95,7 @@ def test_zero_and_minus_zero_are_different_constants() -> None:
     made = [program(constant(text)) for text in ("0.0", "-0.0", "0")]
     found = {Segments(p, numbering, by_node=True).results("again", (X, X)) for p in made}
     assert len(found) == 3
+    assert len({p.segment_by_name["again"].digest() for p in made}) == 3
 
 
 # ---------------------------------------------------------------------------------------------------------- views

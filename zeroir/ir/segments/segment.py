@@ -11,7 +11,6 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated
 
 from zeroir.ir.buffers import contiguous_stride
@@ -114,8 +113,16 @@ def _refs(arg: NodeArg) -> Iterator[Ref]:
             yield from _refs(item)
 
 
+class _WithDigest:
+    """Keeps the digest of a segment, once it has been computed."""
+
+    __slots__ = ("known_digest",)
+
+    known_digest: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class Segment(_WithDigest):
     """A pure function: inputs, nodes in execution order, and the numbers of the values that it returns.
 
     ``workspace_bytes`` maps a kernel backend (``eager``, ``inductor``) to the device memory that running the segment
@@ -151,10 +158,15 @@ class Segment:
 
     def digest(self) -> str:
         """Return the SHA-256 of the structure: equal for segments that differ only in name and sources."""
-        return _digest(self)
+        try:
+            return self.known_digest
+        except AttributeError:
+            # Not by the segment itself: -0.0 equals 0.0, and True equals 1.
+            digest = _digest(self)
+            object.__setattr__(self, "known_digest", digest)
+            return digest
 
 
-@cache
 def _digest(segment: Segment) -> str:
     nodes = tuple((n.op, n.args, n.kwargs, n.results) for n in segment.nodes)
     text = repr((segment.inputs, nodes, segment.outputs))
