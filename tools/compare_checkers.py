@@ -61,7 +61,7 @@ class Judgement(NamedTuple):
 def second_findings(logical: Program, scheduled: Program) -> list[str]:
     """Return what the second checker finds in the file with these programs."""
     try:
-        return findings(read_bytes(to_bytes(artifact_of(scheduled, logical))))
+        return findings(read_bytes(to_bytes(artifact_of(scheduled, logical)), with_dims=True))
     except (NoProgramError, UserError) as error:
         return [str(error)]
 
@@ -156,7 +156,7 @@ def main() -> int:
     for row in rows:
         print("  ".join(f"{cell:>8}" if i else f"{cell:<24}" for i, cell in enumerate(row)))
     head = ["damage", "programs", *OUTCOMES]
-    record_file.write(arguments.record, "checkers", {"head": head, "rows": rows})
+    record_file.write(arguments.record, "compare_checkers", {"head": head, "rows": rows})
     return 1 if int(rows[-1][5]) or int(rows[-1][6]) else 0
 
 

@@ -15,7 +15,10 @@ import pytest
 from tests.support.artifacts import artifact_of
 from tests.support.mutate import MUTATIONS
 from tests.support.subjects import CAPTURED, NAMES, subject
-from tools.checker.reading import read_bytes
+from tests.verify.test_dims import compiled as with_dims
+from tests.verify.test_dims import damages as damaged_sizes
+from tools.checker.dims import FIRST_SIZE, instances
+from tools.checker.reading import FileRecord, NoProgramError, read_bytes
 from tools.compare_checkers import OUTCOMES, judged, second_findings
 from zeroir.artifact.file import Artifact, save, to_bytes
 from zeroir.ir.buffers import Role
@@ -106,6 +109,37 @@ def test_both_refuse_what_the_second_one_once_accepted(
     assert mutant != made.scheduled
     assert not verify(mutant, Reference(made.logical)).is_valid
     assert second_findings(made.logical, mutant)
+
+
+@pytest.mark.slow
+def test_both_agree_about_sizes_of_programs_with_dims() -> None:
+    scheduled, logical = with_dims("stage 3")
+    assert second_findings(logical, scheduled) == []
+    for what, mutant in damaged_sizes(scheduled, seed=0):
+        is_valid = verify(mutant, Reference(logical)).is_valid
+        assert (second_findings(logical, mutant) == []) == is_valid, what
+
+
+def test_a_size_of_several_dims_is_a_number_at_each_value_of_them() -> None:
+    dims = [
+        FileRecord("Dim", {"name": n, "minimum": 1, "maximum": m}) for n, m in (("a", 9), ("b", 4))
+    ]
+    program = FileRecord(
+        "Program",
+        {
+            "dims": tuple(dims),
+            "sizes": ("a^2*b-1", "((b+1)//2)"),
+            "of": (7, FIRST_SIZE, FIRST_SIZE - 1),
+        },
+    )
+    assert [instance.of for instance in instances(program)] == [(7, 323, 2), (7, 0, 1), (7, 26, 2)]
+
+
+@pytest.mark.parametrize("size", ["a/2", "c", "a^65", "f(a)", "a+", "a.real"])
+def test_a_size_that_is_no_polynomial_is_refused(size: str) -> None:
+    dims = (FileRecord("Dim", {"name": "a", "minimum": 1, "maximum": 9}),)
+    with pytest.raises(NoProgramError, match="no polynomial"):
+        list(instances(FileRecord("Program", {"dims": dims, "sizes": (size,)})))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ def main() -> int:
     code = 0
     for path in parser.parse_args().files:
         try:
-            found = findings(read_file(path))
+            found = findings(read_file(path, with_dims=True))
         except NoProgramError as error:
             print(error, file=sys.stderr)
             code = 2

@@ -56,8 +56,8 @@ class FileRecord:
         return hash(tuple(sorted(self.__dict__.items(), key=lambda item: item[0])))
 
 
-def read_file(path: str) -> FileRecord:
-    """Return both programs of a file, with what stands beside them.
+def read_file(path: str, *, with_dims: bool = False) -> FileRecord:
+    """Return both programs of a file, with what stands beside them; their sizes may depend on dims where that is said.
 
     Raises:
         NoProgramError: if the file cannot be read, or is not a program of this schema.
@@ -67,12 +67,12 @@ def read_file(path: str) -> FileRecord:
     except OSError as error:
         raise NoProgramError(f"'{path}' cannot be read: {error.strerror or error}.") from error
     try:
-        return read_bytes(data)
+        return read_bytes(data, with_dims=with_dims)
     except NoProgramError as error:
         raise NoProgramError(f"'{path}' {error}.") from None
 
 
-def read_bytes(data: bytes) -> FileRecord:
+def read_bytes(data: bytes, *, with_dims: bool = False) -> FileRecord:
     """Return both programs in the bytes of a file; the sentence of a NoProgramError lacks its subject."""
     start = _HEAD.size + _DIGEST_BYTES
     if len(data) < start or not data.startswith(_MAGIC):
@@ -95,7 +95,7 @@ def read_bytes(data: bytes) -> FileRecord:
         raise NoProgramError("nests too deep") from error
     assert isinstance(artifact, FileRecord)
     for program in (artifact.logical, artifact.scheduled):
-        if program.dims or program.sizes:
+        if (program.dims or program.sizes) and not with_dims:
             raise NoProgramError("has sizes that depend on dims, which this checker does not read")
     return artifact
 

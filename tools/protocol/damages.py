@@ -23,7 +23,8 @@ OUTCOMES: Final = (
     "both refuse",
     "both accept",
     "zeroir alone: more memory",
-    "zeroir alone: of an earlier section",
+    "zeroir alone: bound of memory",
+    "zeroir alone: earlier section",
     "zeroir alone: other reasons",
     "the search alone refuses",
 )
@@ -49,15 +50,15 @@ class Damaged(NamedTuple):
         if bool(self.search) == bool(self.laws):
             return OUTCOMES[0 if self.search else 1]
         if self.search:
-            return OUTCOMES[5]
-        if self.memory and set(self.laws.split()) <= {"Z302", "Z503"}:
-            return OUTCOMES[2]
-        return OUTCOMES[3 if self.is_of_entry else 4]
+            return OUTCOMES[6]
+        if set(self.laws.split()) <= {"Z302", "Z503"}:
+            return OUTCOMES[2 if self.memory else 3]
+        return OUTCOMES[4 if self.is_of_entry else 5]
 
     @property
     def is_unknown(self) -> bool:
         """Whether both differ, and nothing says why."""
-        return self.outcome in OUTCOMES[4:]
+        return self.outcome in OUTCOMES[5:]
 
 
 def damages(program: Program, logical: Program) -> Iterator[Damaged]:

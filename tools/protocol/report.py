@@ -1,10 +1,11 @@
 """Searches the states of compiled programs for deadlocks and races, and damages them.
 
     python -m tools.protocol --record docs/records/protocol.json
+    python -m tools.protocol --damages --record docs/records/protocol-damages.json
     python -m tools.protocol program.zir
 
-Without files the programs are those of ``tools.protocol.programs``. Every state of a rank is visited, with all orders
-of the steps of its streams; where these are few, also every state of all ranks together, which must show the same.
+Without files the programs are those of ``tools.protocol.programs``. The states of each two streams of a rank are
+visited; where they are few, also those of all its streams, and of all ranks together, which must show the same.
 Exits with 1 on a race or a deadlock, where both searches differ, or where the search and ``zeroir verify`` differ about
 a damage for no known reason.
 """
@@ -14,9 +15,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from itertools import combinations
 from multiprocessing import get_context
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.progress import track
 
@@ -25,16 +28,16 @@ from tools.checker.program import Declarations
 from tools.checker.reading import NoProgramError, read_file
 from tools.protocol.damages import OUTCOMES, Damaged, damages
 from tools.protocol.programs import KINDS, compiled, declarations, runs
-from tools.protocol.search import races, visit
+from tools.protocol.search import Visited, races, visit
 from tools.protocol.system import system_of
 
 STAGES = range(4)
-FEW = 3000
-"""States of a rank in one run, up to which all ranks are searched together."""
+MOST, FEW = 150_000, 1000
+"""States of a rank in a run, up to which all are visited, and those of all ranks together."""
 
 
 class Searched(NamedTuple):
-    """The findings on a program, the number of states of a rank, and that of all ranks together where they are few."""
+    """The findings on a program, the number of states of one rank that were visited, and that of all ranks."""
 
     findings: list[str]
     states: int
@@ -42,7 +45,7 @@ class Searched(NamedTuple):
 
 
 def searched(names: Declarations, few: int = FEW) -> Searched:
-    """Visit the states of a rank, and of all ranks together where a rank has few."""
+    """Visit the states of each two streams of a rank, and where they are few of all its streams, and of all ranks."""
     findings: list[str] = []
     states = together = 0
     programs = [names] * names.ranks
@@ -52,7 +55,16 @@ def searched(names: Declarations, few: int = FEW) -> Searched:
             stop = visit(system_of(programs, run, blocking=blocking), ()).stop
             findings += [f"{stop} (blocking: {blocking})"] if stop else []
         system = system_of(programs, run)
-        found = visit(system, system.queues_of(0))
+        own = system.queues_of(0)
+        found = Visited()
+        for pair in combinations(own, 2):
+            of_pair = visit(system, pair)
+            found.pairs |= of_pair.pairs
+            found.stop, states = of_pair.stop, states + of_pair.states
+        of_rank = visit(system, own, MOST)
+        states += of_rank.states
+        if of_rank.states <= MOST and (of_rank.pairs, of_rank.stop) != (found.pairs, found.stop):
+            findings.append("the search of a whole rank shows something else")
         # The ranks carry out the same program, so what one rank may do at once, each may do.
         each = len(system.queues) // names.ranks
         found.pairs = {
@@ -61,8 +73,7 @@ def searched(names: Declarations, few: int = FEW) -> Searched:
             for rank in range(names.ranks)
         }
         findings += [*races(system, found), *([found.stop] if found.stop else [])]
-        states += found.states
-        if found.states <= few:
+        if of_rank.states <= few:
             whole = visit(system, range(len(system.queues)))
             together += whole.states
             if (whole.pairs, whole.stop) != (found.pairs, found.stop):
@@ -70,57 +81,72 @@ def searched(names: Declarations, few: int = FEW) -> Searched:
     return Searched(findings, states, together)
 
 
-def examined(kind: str, stage: int) -> tuple[Searched, list[Damaged]]:
-    """Search the program of a kind at a stage, and damage it."""
-    scheduled, logical = compiled(kind, stage)
-    found = searched(declarations(scheduled, logical))
-    return found, list(damages(scheduled, logical))
+def searched_program(kind: str, stage: int) -> Searched:
+    """Search the program of a kind at a stage."""
+    return searched(declarations(*compiled(kind, stage)))
+
+
+def damaged_program(kind: str, stage: int) -> list[Damaged]:
+    """Damage the program of a kind at a stage, and judge each damage."""
+    return list(damages(*compiled(kind, stage)))
 
 
 def main() -> int:
-    """Search programs, and print the numbers of states and the outcomes of damages."""
+    """Search programs or damages to them, and print the numbers of states or the outcomes."""
     parser = argparse.ArgumentParser(description="Search the states of compiled programs.")
     parser.add_argument("files", nargs="*", metavar="FILE.zir")
     parser.add_argument("--kind", choices=KINDS, action="append", help="programs of this kind")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--damages", action="store_true", help="damage them, and ask zeroir, too")
     record_file.add_option(parser)
     arguments = parser.parse_args()
     if arguments.files:
         return _search_files(arguments.files)
     kinds = arguments.kind or list(KINDS)
     tasks = [(kind, stage) for kind in kinds for stage in STAGES]
-    found_in: dict[tuple[str, int], Searched] = {}
-    counts: dict[str, Counter[str]] = {}
-    is_bad = False
     with ProcessPoolExecutor(arguments.processes, mp_context=get_context("forkserver")) as pool:
-        results = pool.map(examined, *zip(*tasks, strict=True))
-        for task in track(tasks, "Searching", disable=not sys.stderr.isatty()):
-            found_in[task], damaged = next(results)
-            for text in found_in[task].findings:
-                print(*task, text, sep=": ", flush=True)
-            for each in damaged:
-                counts.setdefault(each.kind, Counter())[each.outcome] += 1
-                if each.outcome not in OUTCOMES[:2]:
-                    print(*task, *each, each.outcome, sep=": ", flush=True)
-            is_bad |= bool(found_in[task].findings) or any(d.is_unknown for d in damaged)
-    rows = []
-    for kind in kinds:
-        own = [found_in[kind, stage] for stage in STAGES]
-        together = sum(each.together for each in own)
-        rows.append([kind, *(f"{count:,}" for count in (*(each.states for each in own), together))])
-    sums = [sum(int(row[i].replace(",", "")) for row in rows) for i in range(1, 6)]
-    rows.append(["all", *(f"{total:,}" for total in sums)])
-    outcomes = [
+        run: Callable[[str, int], Any] = damaged_program if arguments.damages else searched_program
+        results = pool.map(run, *zip(*tasks, strict=True))
+        found = list(track(results, "Searching", len(tasks), disable=not sys.stderr.isatty()))
+    of_tasks = dict(zip(tasks, found, strict=True))
+    head, rows, is_bad = _damages_table(of_tasks) if arguments.damages else _states_table(of_tasks)
+    record_file.publish(arguments.record, "protocol", head, rows)
+    return 1 if is_bad else 0
+
+
+def _states_table(
+    found: Mapping[tuple[str, int], Searched],
+) -> tuple[list[str], list[list[str]], bool]:
+    """Return the numbers of states by kind and stage, and whether anything was found."""
+    counts: dict[str, Counter[str]] = {}
+    for (kind, stage), each in found.items():
+        for row in (counts.setdefault(kind, Counter()), counts.setdefault("all", Counter())):
+            row[f"stage {stage}"] += each.states
+            row["both ranks together"] += each.together
+        for text in each.findings:
+            print(kind, stage, text, sep=": ")
+    columns = [*(f"stage {stage}" for stage in STAGES), "both ranks together"]
+    counts["all"] = counts.pop("all")
+    rows = [[kind, *(f"{of[column]:,}" for column in columns)] for kind, of in counts.items()]
+    return ["outside the device", *columns], rows, any(each.findings for each in found.values())
+
+
+def _damages_table(
+    found: Mapping[tuple[str, int], list[Damaged]],
+) -> tuple[list[str], list[list[str]], bool]:
+    """Return the outcomes by kind of damage, and whether any is unknown."""
+    counts: dict[str, Counter[str]] = {}
+    for (kind, stage), damaged in found.items():
+        for each in damaged:
+            counts.setdefault(each.kind, Counter())[each.outcome] += 1
+            if each.outcome not in OUTCOMES[:2]:
+                print(kind, stage, *each, each.outcome, sep=": ")
+    rows = [
         [kind, *(f"{count:,}" for count in (of.total(), *(of[outcome] for outcome in OUTCOMES)))]
         for kind, of in counts.items()
     ]
-    heads = ["outside the device", *(f"stage {stage}" for stage in STAGES), "both ranks together"]
-    tables = {"states": (heads, rows), "damages": (["damage", "programs", *OUTCOMES], outcomes)}
-    for table in tables.values():
-        record_file.print_table(*table)
-    content = {name: {"head": head, "rows": rows} for name, (head, rows) in tables.items()}
-    record_file.write(arguments.record, "protocol", content)
-    return 1 if is_bad else 0
+    is_bad = any(each.is_unknown for damaged in found.values() for each in damaged)
+    return ["damage", "programs", *OUTCOMES], rows, is_bad
 
 
 def _search_files(paths: list[str]) -> int:
@@ -132,7 +158,9 @@ def _search_files(paths: list[str]) -> int:
             print(error, file=sys.stderr)
             code = 2
             continue
-        print(f"{path}: {found.states:,} states of a rank, {found.together:,} of all together")
+        print(
+            f"{path}: {found.states:,} states of a rank visited, {found.together:,} of all together"
+        )
         for text in found.findings:
             print(f"{path}: {text}")
         code = max(code, 1 if found.findings else 0)

@@ -34,8 +34,8 @@ class Visited:
     peaks: dict[str, int] = field(default_factory=dict)
 
 
-def visit(system: System, watched: Collection[int]) -> Visited:
-    """Visit every state of the watched queues; all other queues do each step as soon as they can."""
+def visit(system: System, watched: Collection[int], most: int = 10**9) -> Visited:
+    """Visit every state of the watched queues, up to ``most``; all other queues do each step as soon as they can."""
     needs = [queue.needs for queue in system.queues]
     ends = tuple(map(len, needs))
     ranks = [queue.rank for queue in system.queues]
@@ -65,7 +65,7 @@ def visit(system: System, watched: Collection[int]) -> Visited:
     found = Visited()
     first = settled([0] * len(needs))
     seen, todo = {first}, [first]
-    while todo:
+    while todo and len(seen) <= most:
         counts = todo.pop()
         under_way = [(i, counts[i] >> 1) for i in own if counts[i] & 1]
         for one, other in itertools.combinations(under_way, 2):
