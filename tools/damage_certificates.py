@@ -173,14 +173,14 @@ def outcomes(
     names: Sequence[str], first: int, each: int, deadline: float
 ) -> Iterator[CertificateVerdict]:
     """Judge so many damages of each program; none begins after the deadline."""
-    for name in names:
-        reference = Reference(subject(name).logical)
-        for seed in range(first, first + each):
+    references = {name: Reference(subject(name).logical) for name in names}
+    for seed in range(first, first + each):
+        for name in names:
             chance = Random(f"{name} {seed}")
             found = damaged(name, chance)
             if found is None or time.monotonic() >= deadline:
-                break
-            for outcome in judged(name, found[1], found[0], reference, chance):
+                continue
+            for outcome in judged(name, found[1], found[0], references[name], chance):
                 if outcome.outcome not in OUTCOMES[:2]:
                     print(name, seed, *outcome, sep=": ")
                 yield outcome
