@@ -13,11 +13,11 @@ from tests.support.absent_cuda.layers import LAYERS
 TYPES: Final = {
     "causal": (
         *("llama", "gpt2", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "phi", "opt"),
-        *("falcon", "gpt_neox", "bloom", "olmo2", "mamba"),
+        *("stablelm", "gpt_neox", "bloom", "olmo2", "mamba"),
     ),
     "masked": ("bert", "roberta", "distilbert", "albert", "deberta-v2"),
     "seq2seq": ("t5", "bart", "pegasus"),
-    "image": ("vit", "convnext", "resnet", "swin", "mobilenet_v2", "beit"),
+    "image": ("vit", "convnext", "regnet", "beit"),
 }
 """Types of models of transformers, by kind."""
 
