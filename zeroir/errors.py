@@ -54,8 +54,8 @@ class ShapesError(UserError):
     """A model, or an option, does not take all the shapes that the dims of its batches allow.
 
     ``dims`` are the names of those that it does not take, empty if they are not known. ``remainders`` are
-    those that may decide, if any. ``module`` names the innermost submodule whose code does not take them, if there is
-    one.
+    those that may decide, if any. ``module`` names the innermost module whose code does not take them, empty for the
+    model itself, if there is one.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class Assumption(NamedTuple):
     """What a trace assumes of dims, by name, and the ``file:line`` of what asked, or ``""``.
 
     ``modulus`` is the number by whose remainders sizes may have one answer each, if there is one. ``module`` names the
-    innermost submodule whose code asked, if one did.
+    innermost module whose code asked, empty for the model itself, if one did.
     """
 
     text: str
@@ -109,7 +109,7 @@ def _combined(expression: sympy.Expr, parts: list[int]) -> int | None:
 
 
 class _Asker(NamedTuple):
-    """What asked about sizes: the ``file:line``, or ``""``, and the name of a submodule, if it is one's code."""
+    """What asked about sizes: the ``file:line``, or ``""``, and the name of a module, if it is one's code."""
 
     line: str
     module: str | None
@@ -118,7 +118,7 @@ class _Asker(NamedTuple):
 class DimEnv(PolynomialEnv):
     """The symbols of dims while a model is traced, and the sizes that torch computes with them.
 
-    ``running`` returns the name of the submodule that runs, if one does.
+    ``running`` returns the name of the module that runs, empty for the model itself, if one does.
     """
 
     running: Callable[[], str | None] = staticmethod(lambda: None)
@@ -451,6 +451,28 @@ def stride_of(step: int | torch.SymInt) -> int:
     env = step.node.shape_env
     assert isinstance(env, DimEnv)
     return env.size(env.stride(step.node.expr))
+
+
+@contextmanager
+def left_out(mode: FakeTensorMode) -> Iterator[Callable[[], None]]:
+    """Forget what the code of the block asks of sizes; yield a function that keeps what it has asked so far.
+
+    The sizes that torch makes of values of tensors are forgotten, too.
+    """
+    env = mode.shape_env
+    if not isinstance(env, DimEnv):
+        yield lambda: None
+        return
+    kept = dict(env._assumptions)
+
+    def keep() -> None:
+        kept.update(env._assumptions)
+
+    try:
+        with env.ignore_fresh_unbacked_symbols():
+            yield keep
+    finally:
+        env._assumptions = kept
 
 
 def assume_not_1(size: int | torch.SymInt, line: str) -> None:

@@ -47,6 +47,11 @@ class OpaqueCall(Protocol):
     def reason(self) -> str: ...
 
     @property
+    def own_code(self) -> str:
+        """What the code is called that runs around modules which the program computes; empty if it is a module's."""
+        ...
+
+    @property
     def differentiated(self) -> Sequence[int]: ...
 
     @property
@@ -146,7 +151,10 @@ def words_of(segments: Iterable[Segment]) -> frozenset[str]:
 
 
 class KnownModule(NamedTuple):
-    """An opaque module by its name, why it cannot be traced, and the bytes of its forward and backward if measured."""
+    """An opaque module by its name, or other code by what it is called, and why it cannot be traced.
+
+    The bytes are those of its forward and backward, if they were measured.
+    """
 
     path: str
     reason: str
@@ -159,7 +167,7 @@ def known_modules(segments: Iterable[Segment]) -> dict[str, KnownModule]:
     known = (word for word in sorted(words_of(segments)) if word in _CALLS)
     return {
         word: KnownModule(
-            _CALLS[word].path,
+            _CALLS[word].own_code or _CALLS[word].path,
             _CALLS[word].reason,
             _MEASURED.get((word, False)),
             _MEASURED.get((word, True)),
@@ -171,7 +179,7 @@ def known_modules(segments: Iterable[Segment]) -> dict[str, KnownModule]:
 def opaque_modules(segments: Iterable[Segment]) -> dict[str, str]:
     """Return the names of the modules whose code runs as it is in segments, and why it cannot be traced."""
     calls = (opaque_call(word) for word in sorted(words_of(segments)))
-    return {call.path: call.reason for call in calls}
+    return {call.path: call.reason for call in calls if not call.own_code}
 
 
 def taken_failure(segments: Iterable[Segment]) -> UserError | None:

@@ -144,7 +144,7 @@ def capture(
             else:
                 choice.include(error)
         except ShapesError as error:
-            if not source.runs_what_decides or error.module is None or choice.option is not None:
+            if not source.runs_what_decides or choice.option is not None:
                 raise
             choice.include(UntraceableError(str(error), error.module))
         except (Exception, SystemExit):
@@ -219,8 +219,13 @@ def _captured(
         parameters_before = parameter_shapes(model)
         opaque_paths = opaque.paths_in(model)
         reasons = {path: opaque.reason_of(path) for path in opaque_paths}
-        modules = OpaqueModules(source, reasons, mode, opaque.found)
-        of_trace = modules.install(model, with_loss=opaque.with_loss)
+        modules = OpaqueModules(source, reasons, mode, opaque.found, opaque.guess)
+        of_trace = modules.install(
+            model,
+            with_loss=opaque.with_loss,
+            own_code=opaque.own_code,
+            reason_of_own_code=opaque.reason_of_own_code,
+        )
         functions = (source.loss, source.weight, *hooks.functions)
         reached = ReachedCode.of(model, functions)
         if request.shapes:
@@ -262,8 +267,8 @@ def _captured(
         if env is not None:
             env.running = step.tracker.running
         step.outside = OutsideTensors(outside.tensors, numbers, standing)
-        if numbers is not None and numbers.values:
-            # Calls of blocks with different numbers are not equal.
+        if (numbers is not None and numbers.values) or opaque.own_code is not None:
+            # Calls of blocks with different numbers are not equal, and other code is to see what blocks return.
             step.blocks = ()
 
         def joint_graph_of_a_step(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import record_function
 
-from zeroir.errors import InternalError, UserError, ZeroirError
+from zeroir.errors import InternalError, ShapesError, UserError, ZeroirError
 from zeroir.frontend._torch_private import (
     DATA_DEPENDENT,
     InputChangedError,
@@ -199,9 +199,11 @@ def _traced(
             ) from None
         if asks_for_data(error):
             raise _depends_on_values(error, source, step) from None
-        raise UserError(
-            source.explain(error, f"{capitalised(source.names.loss)} cannot be traced")
-        ) from None
+        sentence = source.explain(error, f"{capitalised(source.names.loss)} cannot be traced")
+        if mode.shape_env is not None:
+            # Libraries such as NumPy know no sizes that depend on dims.
+            raise ShapesError(sentence, module=module_of_error(error, step.model)) from None
+        raise UserError(sentence) from None
 
 
 @contextmanager

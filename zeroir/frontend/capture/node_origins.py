@@ -112,8 +112,8 @@ class OriginTracker:
         return annotated(func, self.origin)
 
     def running(self) -> str | None:
-        """Return the name of the innermost submodule that is called now, if there is one."""
-        return (self._calls[-1].module or None) if self._calls else None
+        """Return the name of the innermost module that is called now, empty for the model itself, if there is one."""
+        return self._calls[-1].module if self._calls else None
 
     def origin(self) -> NodeOrigin:
         """Return the origin of the present call of a torch function."""

@@ -273,7 +273,7 @@ class _Reader:
         except NotInProgramsError as error:
             raise UntraceableError(str(error), self._module(node)) from error
         except ShapesError as error:
-            error.module = self._module(node) or None
+            error.module = self._module(node)
             raise
 
     def _module(self, node: fx.Node) -> str | None:
@@ -386,7 +386,7 @@ class _Reader:
                 try:
                     return size_in(number, self._place(node))
                 except ShapesError as error:
-                    error.module = self._module(node) or None
+                    error.module = self._module(node)
                     raise
             case torch.SymFloat() if isinstance(number.node, NumberNode):
                 return number.node.number
@@ -394,7 +394,7 @@ class _Reader:
                 raise ShapesError(
                     f"{self._place(node)} passes a number to {node.target} that depends on the sizes of the batch in "
                     "a way that programs do not have: compute it with tensors, or give that dimension one size.",
-                    module=self._module(node) or None,
+                    module=self._module(node),
                 )
             case _:
                 return None

@@ -9,7 +9,7 @@ import hashlib
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from zeroir.errors import UserError
 from zeroir.frontend._torch_private import fake_mode, function_modes
-from zeroir.frontend._torch_sizes import NoPolynomialError, size_of, torch_sizes
+from zeroir.frontend._torch_sizes import NoPolynomialError, left_out, size_of, torch_sizes
 from zeroir.frontend.capture.python_state import PythonState, UsersCode
+from zeroir.frontend.opaque.choice import OwnCode
 from zeroir.frontend.opaque.eager_forward import (
     EagerForward,
     Forward,
@@ -39,10 +40,10 @@ from zeroir.frontend.opaque.module_results import (
     name_in_sentences,
     results_of_module,
 )
+from zeroir.frontend.opaque.own_code import answered, calls_noted, names_of_called
 from zeroir.frontend.opaque.structure import (
     CannotRunError,
     Structure,
-    results_taken_apart,
     taken_apart,
 )
 from zeroir.frontend.source.source import LossFunction, ModelSource, capitalised
@@ -62,8 +63,9 @@ class CapturedCall:
     replaced it, if it did. A ``loss`` function runs in place of the forward, with the module as its first argument.
     ``results`` are the tensors that it returns, then the new values of the inputs that it may change, at the positions
     ``may_change``. The sizes of a call are those that its arguments have, then those of the tensors that it returns,
-    then the numbers that it returns and that depend on dims. Where it changes attributes, ``_earlier`` has those from
-    before, by the seed, because the backward calls it with them.
+    then the numbers that it returns and that depend on dims. Where the code is ``own_code``, its first argument are the
+    results of the modules ``called``. Where it changes attributes, ``_earlier`` has those from before, by the seed,
+    because the backward calls it with them.
     """
 
     path: str
@@ -78,6 +80,8 @@ class CapturedCall:
     results: tuple[ResultType, ...]
     may_change: tuple[int, ...]
     loss: LossFunction | None = None
+    own_code: str = ""
+    called: tuple[str, ...] = ()
     _earlier: dict[int, PythonState] = field(default_factory=dict, compare=False)
 
     @property
@@ -159,6 +163,9 @@ class CapturedCall:
         forward = module.forward if self.plain is None else self.plain
         if self.loss is not None:
             forward = partial(self.loss, module)
+        if self.own_code:
+            names = names_of_called(module, is_loss=self.loss is not None)
+            forward = partial(answered, forward, names, self.called, self.eager.place, True)
         given = sizes[: self.eager.arguments.sizes]
         return self.eager.run(module, forward, inputs, given, seed, trained, changing, use)
 
@@ -191,7 +198,7 @@ class CapturedCall:
         self, returned: Returned, inputs: Sequence[Tensor], sizes: Sequence[int]
     ) -> list[Tensor]:
         place = self.eager.place
-        structure, tensors = results_taken_apart(returned.values, place)
+        structure, tensors = returned.taken_apart(place)
         known = self.returned.with_sizes(sizes[len(sizes) - self.returned.sizes :])
         if str(structure) != str(known):
             raise UserError(
@@ -227,7 +234,8 @@ _NEXT: Final = count()
 class OpaqueModules:
     """The opaque modules of a model that is traced: the reason why it cannot be traced for each name of ``reasons``.
 
-    ``found`` has what modules return, by their class and what they are called with.
+    ``found`` has what modules return, by their class and what they are called with. ``guess`` answers what code between
+    the calls of modules asks for values of tensors.
 
     The code of the user's own module runs, if it is in hand, with its present attributes.
     """
@@ -236,15 +244,24 @@ class OpaqueModules:
     reasons: Mapping[str, str]
     mode: DeviceTensorMode
     found: dict[tuple[type, str], ModuleResults]
+    guess: bool = False
     _known: dict[str, CapturedCall] = field(default_factory=dict)
     _label: str = ""
 
-    def install(self, model: nn.Module, *, with_loss: bool) -> ModelSource:
+    def install(
+        self,
+        model: nn.Module,
+        *,
+        with_loss: bool,
+        own_code: OwnCode | None = None,
+        reason_of_own_code: str = "",
+    ) -> ModelSource:
         """Replace the forward of these modules of the model by an operator, and return the source of the trace.
 
-        ``with_loss`` is for the model itself: the operator calls the loss function, which calls the model.
+        ``with_loss`` is for the model itself: the operator calls the loss function, which calls the model. ``own_code``
+        is replaced by an operator that follows the modules which it calls.
         """
-        if not self.reasons:
+        if not self.reasons and own_code is None:
             return self.source
         live = self.source.model() if self.source.is_in_hand else model
         file = self.source.file
@@ -269,7 +286,45 @@ class OpaqueModules:
             if with_loss and self.source.loss is not None:
                 return self._with_opaque_loss(module, self.source.loss)
             traced.forward = self._forward(module)
+        if own_code is None:
+            return self.source
+        around = OpaqueModule(
+            path="",
+            reason=reason_of_own_code,
+            traced=model,
+            own=tuple(own for own in own_tensors(model) if any("." not in n for n in own.names)),
+            plain=model.forward,
+            runs=live,
+        )
+        if own_code is OwnCode.LOSS and self.source.loss is not None:
+            return self._with_own_code_of_loss(around, self.source.loss)
+        model.forward = self._own_code(around, None)
         return self.source
+
+    def _with_own_code_of_loss(self, module: OpaqueModule, loss: LossFunction) -> ModelSource:
+        """Return a source whose loss function is an operator that follows the model."""
+        around = replace(module, own=(), plain=partial(loss, module.traced))
+        of_loss = self._own_code(around, loss)
+        return replace(self.source, loss=lambda _, batch: of_loss(batch))
+
+    def _own_code(self, module: OpaqueModule, loss: LossFunction | None) -> Forward:
+        """Return a function that traces the modules which the code calls, and makes an operator of the code."""
+        names = names_of_called(module.traced, is_loss=loss is not None)
+
+        def call(*args: object, **kwargs: object) -> object:
+            before = PythonState.of(module.traced, _NO_OTHER_CODE)
+            with (
+                left_out(self.mode) as keep,
+                calls_noted(names, keep, guess=self.guess) as noted,
+                suppress(Exception),
+            ):
+                module.plain(*args, **kwargs)
+            if noted.failure is not None:
+                raise noted.failure
+            before.restore_exactly()
+            return self._call(module, loss, (noted.results, *args), kwargs, noted.names)
+
+        return call
 
     def _with_opaque_loss(self, module: OpaqueModule, loss: LossFunction) -> ModelSource:
         """Return a source whose loss function is an operator that calls this one."""
@@ -288,13 +343,23 @@ class OpaqueModules:
         loss: LossFunction | None,
         args: tuple[object, ...],
         kwargs: dict[str, object],
+        called: Sequence[str] | None = None,
     ) -> object:
         path, traced, own = module.path, module.traced, module.own
+        plain_forward = module.plain
+        own_code = "" if called is None else OwnCode.LOSS if loss else OwnCode.FORWARD
         tensors = present_tensors(traced, own)
         line = line_of_forward(traced) if loss is None else line_of_definition(loss)
-        name = capitalised(name_in_sentences(path)) if loss is None else "The loss function"
-        place = f"{line + ': ' if line else ''}{name}, whose code runs as it is,"
-        arguments, given, sizes = taken_apart((args, kwargs), place, "is called with")
+        name = own_code or (name_in_sentences(path) if loss is None else OwnCode.LOSS)
+        place = f"{line + ': ' if line else ''}{capitalised(name)}, whose code runs as it is,"
+        arguments, given, sizes = taken_apart(
+            (args, kwargs), place, "is called with", may_have_objects=called is not None
+        )
+        if called is not None:
+            names = names_of_called(traced, is_loss=loss is not None)
+            # Numbers without meaning are not equal to what the code computes.
+            plain = partial(answered, module.plain, names, called, place, False)
+            module = replace(module, plain=plain)
         inputs = [*tensors, *given]
         try:
             types = [InputType(tuple(map(size_of, x.shape)), x.dtype) for x in inputs]
@@ -311,12 +376,13 @@ class OpaqueModules:
             arguments=arguments,
             training=tuple(each.training for each in traced.modules()),
             autocast=(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+            is_own_code=called is not None,
         )
         has_grad = torch.is_grad_enabled()
         trained = tuple(i for i, x in enumerate(inputs) if has_grad and x.requires_grad)
         # Modules of one class that are called alike return alike, which each call checks.
-        names = [each.names for each in own]
-        call = f"{names} {arguments} {eager.training} {eager.autocast} {trained} {loss is None}"
+        own_names = [each.names for each in own]
+        call = f"{own_names} {arguments} {eager.training} {eager.autocast} {trained} {loss is None} {called}"
         of_class = type(traced), f"{call} {types} {polynomials}"
         if of_class not in self.found:
             mode = self.mode if self.mode.shape_env is None else fake_mode(device=self.mode.device)
@@ -338,8 +404,10 @@ class OpaqueModules:
                 kind=kind,
                 workspaces=found.workspaces,
                 module_of=_holding(module),
-                plain=module.plain if module.runs is traced else None,
+                plain=plain_forward if module.runs is traced else None,
                 loss=loss,
+                own_code=own_code,
+                called=tuple(called or ()),
                 eager=eager,
                 trained=trained,
                 returned=found.returned,
@@ -359,7 +427,7 @@ class OpaqueModules:
         for number, value in zip(known.may_change, results[len(returned) :], strict=True):
             before[number].copy_(value)
         numbers = of_results[len(of_results) - known.returned.sizes :]
-        return known.returned.filled(returned, numbers, path)
+        return known.returned.filled(returned, numbers, path, before)
 
 
 def _larger(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -19,6 +20,13 @@ NONE: Final = "none"
 _WHOLE: Final = "Or let the code of the whole model run as it is, with all parameters gathered at once: --opaque root."
 ROOT: Final = "root"
 """The pattern of the model itself."""
+
+
+class OwnCode(StrEnum):
+    """The code around modules, as sentences call it."""
+
+    FORWARD = "the model's own forward"
+    LOSS = "the loss function"
 
 
 class UntraceableError(UserError):
@@ -50,13 +58,18 @@ class OpaqueChoice:
 
     ``found`` has what was found out of modules, as ``OpaqueModules`` has it. Without the option, ``include`` adds what
     cannot be traced, and ``reasons`` has the sentence for each added module that stands first among those of its class.
-    ``with_loss`` says that the loss function runs as it is, too, with the model itself.
+    ``with_loss`` says that the loss function runs as it is, too, with the model itself. ``own_code`` is the code around
+    modules that runs as it is: that of the model's own forward, or of the loss function. ``guess`` answers what it asks
+    for values of tensors.
     """
 
     option: str | None = None
     reasons: dict[str, str] = field(default_factory=dict)
     found: dict[tuple[type, str], ModuleResults] = field(default_factory=dict)
     with_loss: bool = False
+    own_code: OwnCode | None = None
+    guess: bool = False
+    reason_of_own_code: str = ""
     _paths: frozenset[str] = frozenset()
     _classes: dict[str, type] = field(default_factory=dict)
 
@@ -100,20 +113,36 @@ class OpaqueChoice:
             self.with_loss = True
             return
         path, reason = error.path, str(error)
+        if not path and self._runs_own_code(error):
+            return
         # Code inside an opaque module is traced where another method than its forward is called.
         covering = next((p for p in self._paths if path and f"{path}.".startswith(f"{p}.")), None)
-        if isinstance(error, CannotRunError):
+        if isinstance(error, CannotRunError) and path:
             alike = (why for n, why in self.reasons.items() if self._is_alike(n, error.path))
             first = next(alike, "")
             reason = f"{first} It cannot run as it is either: {error}" if first else reason
         if isinstance(error, CannotRunError) or covering is not None:
             path = self._around(covering or path)
         if not path:
+            if self.own_code is not None:
+                reason = self.reason_of_own_code
             raise UserError(f"{reason} {_WHOLE}") from None
         others = frozenset(n for n in self._classes if self._is_alike(n, path))
         self._paths = outermost(self._paths | others)
         known = {n: why for n, why in self.reasons.items() if n in self._paths}
         self.reasons = {path: reason} | known
+
+    def _runs_own_code(self, error: UntraceableError | CannotRunError) -> bool:
+        """Return whether an error is of code around modules that runs as it is, or with another guess, from now on."""
+        if isinstance(error, CannotRunError):
+            can_guess = self.own_code is not None and not self.guess
+            self.guess = self.guess or can_guess
+            return can_guess
+        if self.own_code is not None:
+            return False
+        self.own_code = OwnCode.LOSS if error.path is None else OwnCode.FORWARD
+        self.reason_of_own_code = str(error)
+        return True
 
     def _is_alike(self, name: str, other: str) -> bool:
         return self._classes[name] is self._classes[other]
@@ -133,11 +162,18 @@ class OpaqueChoice:
 
     def notes(self) -> list[str]:
         """Return a sentence for each class of modules that was chosen."""
-        return [
+        notes = [] if self.own_code is None else [self._note_on_own_code()]
+        return notes + [
             f"The code of {_joined(self._alike(path))} runs as it is, in eager PyTorch on whole parameters, and a "
             f"second time in the backward, because it cannot be traced: {reason}"
             for path, reason in self.reasons.items()
         ]
+
+    def _note_on_own_code(self) -> str:
+        return (
+            f"The code of {self.own_code} runs as it is, in eager PyTorch after the modules that it calls, and a "
+            f"second time in the backward, because it cannot be traced: {self.reason_of_own_code}"
+        )
 
     def _alike(self, path: str) -> list[str]:
         return [n for n in self._classes if n in self._paths and self._is_alike(n, path)]

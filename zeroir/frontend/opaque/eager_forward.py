@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroir.errors import UserError
-from zeroir.frontend.opaque.structure import Structure
+from zeroir.frontend.opaque.structure import Structure, taken_apart
 from zeroir.torch_ops.conditions import tracing_conditions
 from zeroir.torch_ops.neutral import NeutralOps
 from zeroir.torch_ops.opaque import generators_seeded, seed_of_site
@@ -73,12 +73,20 @@ class Returned:
     """What a module's forward returned.
 
     ``changed`` are the new values of the inputs that it changed, by their positions, and ``leaves`` are the inputs that
-    have the gradients.
+    have the gradients. ``passed`` has the positions of arguments that it may pass on, by their ids.
     """
 
     values: object
     changed: Mapping[int, Tensor]
     leaves: Sequence[Tensor]
+    passed: Mapping[int, int]
+
+    def taken_apart(self, place: str) -> tuple[Structure, list[Tensor]]:
+        """Return what forward returns without tensors; then these. Marks stand for objects in which tensors may be."""
+        structure, tensors, _ = taken_apart(
+            self.values, place, "returns", may_have_objects=True, passed=self.passed
+        )
+        return structure, tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +106,8 @@ class EagerForward:
     """A module's forward with what it is called with, except tensors.
 
     ``place`` begins a sentence with the line of its forward and the name of the module. ``training`` are the flags of
-    the module and its submodules, and ``autocast`` is CPU's: whether it is on, and its dtype.
+    the module and its submodules, and ``autocast`` is CPU's: whether it is on, and its dtype. What own code around
+    modules returns of these is no result of its own.
     """
 
     path: str
@@ -107,6 +116,7 @@ class EagerForward:
     arguments: Structure
     training: tuple[bool, ...]
     autocast: tuple[bool, torch.dtype]
+    is_own_code: bool = False
 
     def run(
         self,
@@ -168,7 +178,12 @@ class EagerForward:
                     f"{place} changed {self._name(unexpected[0])} in place, which it did not when the program was "
                     "compiled: clone it first."
                 )
-            return use(Returned(values=values, changed=changed, leaves=leaves))
+            passed = {
+                id(x): number
+                for number, x in enumerate(used[count:], count)
+                if self.is_own_code and number not in changed
+            }
+            return use(Returned(values=values, changed=changed, leaves=leaves, passed=passed))
 
     def _name(self, number: int) -> str:
         """Return what an input is called in messages."""

@@ -112,6 +112,7 @@ class EagerStep:
     buffers: tuple[int, ...]
     changed: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     path: str = ""
+    own_code: str = ""
     reason: str = ""
     workspaces: tuple[int, int] | None = None
     is_measured: bool = False

@@ -34,7 +34,6 @@ from zeroir.frontend.opaque.structure import (
     CannotRunError,
     Structure,
     common_structure,
-    results_taken_apart,
 )
 from zeroir.frontend.source.source import capitalised, explain
 from zeroir.frontend.source.source_lines import line_of_error
@@ -215,7 +214,7 @@ class _Trial:
         every = frozenset(range(len(self.inputs))) - {i for i, each in own if each.is_parameter}
 
         def taken(returned: Returned) -> _Results:
-            structure, tensors = results_taken_apart(returned.values, self.eager.place)
+            structure, tensors = returned.taken_apart(self.eager.place)
             return _Results(structure, [_type_of(x) for x in tensors], frozenset(returned.changed))
 
         def run_on(integer: int) -> _Results:
@@ -289,7 +288,7 @@ class _Trial:
         )
 
         def backward(returned: Returned) -> None:
-            _, tensors = results_taken_apart(returned.values, self.eager.place)
+            _, tensors = returned.taken_apart(self.eager.place)
             ones = [torch.ones_like(x) for x in tensors]
             gradients_of(returned.leaves, tensors, ones, self.trained)
 

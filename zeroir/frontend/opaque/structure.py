@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, NoReturn, cast
 
 import torch
@@ -34,6 +35,13 @@ class SizesMark:
     """Where sizes stand that may depend on dims: a number, or a ``torch.Size`` with ``count`` of them."""
 
     count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputMark:
+    """Where an argument stands among the results, at the position ``number`` of the inputs."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +98,22 @@ class Structure:
 
         return Structure(spec=self.spec, leaves=tuple(map(at, self.leaves)))
 
-    def filled(self, tensors: Sequence[Tensor], sizes: Sequence[int], path: str = "") -> object:
-        """Return them with these tensors and sizes; what the module ``path`` returns may have objects, too."""
+    def filled(
+        self,
+        tensors: Sequence[Tensor],
+        sizes: Sequence[int],
+        path: str = "",
+        inputs: Sequence[Tensor] = (),
+    ) -> object:
+        """Return them with these tensors and sizes; what ``path`` returns may have objects and inputs, too."""
         remaining = iter(tensors)
         leaves = [
             next(remaining)
             if leaf is TENSOR
             else AbsentObject(path, leaf.sentence)
             if isinstance(leaf, ObjectMark)
+            else inputs[leaf.number]
+            if isinstance(leaf, InputMark)
             else leaf
             for leaf in self.with_sizes(sizes).leaves
         ]
@@ -108,16 +124,17 @@ class Structure:
         return f"{self.spec} {leaves}"
 
 
-def results_taken_apart(values: object, place: str) -> tuple[Structure, list[Tensor]]:
-    """Return what a module returns without tensors; then these. Marks stand for objects in which tensors may be."""
-    structure, tensors, _ = taken_apart(values, place, "returns", may_have_objects=True)
-    return structure, tensors
-
-
 def taken_apart(
-    values: object, place: str, verb: str, *, may_have_objects: bool = False
+    values: object,
+    place: str,
+    verb: str,
+    *,
+    may_have_objects: bool = False,
+    passed: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[Structure, list[Tensor], list[int]]:
     """Return arguments or results without tensors and sizes that depend on dims; then these.
+
+    Marks stand for tensors that are arguments, of which ``passed`` has the positions by their ids.
 
     Raises:
         UserError: if there is an object in which tensors may be, unless they ``may_have_objects``. ``place`` and
@@ -129,6 +146,8 @@ def taken_apart(
     sizes: list[int] = []
     for leaf in leaves:
         match leaf:
+            case Tensor() if id(leaf) in passed:
+                kept.append(InputMark(passed[id(leaf)]))
             case Tensor():
                 tensors.append(leaf)
                 kept.append(TENSOR)

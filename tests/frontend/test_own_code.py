@@ -1,0 +1,196 @@
+"""A loss function, or a model's own forward, that decides by values runs as it is after the modules that it calls."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import zeroir
+from zeroir.api.checks.check import check_model
+from zeroir.api.compiled import CompiledProgram
+from zeroir.config import make_options
+from zeroir.errors import ModelWarning, UserError
+from zeroir.ir.segments.allowlist import OPAQUE_OPS
+from zeroir.runtime.engine.engine import Engine
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).tanh())
+        return y
+
+
+def hardest(values: Tensor) -> Tensor:
+    return values[values > values.mean()].mean()
+
+
+def loss_of_hardest(net: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    return hardest((net(x) - y).square().mean(1))
+
+
+class Whole(Layers):
+    """Its own forward computes the loss, and has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        made = super().forward(x) * self.scale
+        return made if y is None else hardest((made - y).square().mean(1))
+
+
+class Guarded(Layers):
+    """It asks for values before it calls a module."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        if x.amax() > 90:
+            raise ValueError("A number is beyond 90.")
+        if x.amin() < -90:
+            x = 2 * x
+        assert y is not None
+        return hardest((super().forward(x) - y).square().mean(1))
+
+
+class Chosen(Layers):
+    """Its layers get some of the rows."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        assert y is not None
+        return hardest((super().forward(x[x.mean(1) > 0]) - y).square().mean(1))
+
+
+def batch_of(seed: int, rows: int = 6) -> Batch:
+    chance = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 4, generator=chance), torch.randn(rows, 4, generator=chance)
+
+
+def compiled(
+    net: nn.Module, loss: Callable[[nn.Module, Batch], Tensor] | None = None, **options: object
+) -> CompiledProgram:
+    given = {"optimizer": "sgd", "lr": 0.1, "world_size": 1, **options}
+    with pytest.warns(ModelWarning, match=r"runs as it is, in eager PyTorch after the modules"):
+        return zeroir.compile(net, batch_of(0), loss=loss, **given)  # type: ignore[arg-type]
+
+
+def require_bits_of_eager(
+    engine: Engine,
+    plain: nn.Module,
+    loss: Callable[[nn.Module, Batch], Tensor],
+    rows: tuple[int, ...] = (6, 6, 6),
+) -> None:
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step, count in enumerate(rows):
+        batch = batch_of(step, count)
+        expected = loss(plain, batch)
+        optimizer.zero_grad()
+        torch.autograd.backward(expected)
+        optimizer.step()
+        assert engine.step(batch).loss == expected.item()
+    engine.close()
+
+
+def of_forward(net: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = net(*batch)
+    return loss
+
+
+@pytest.mark.parametrize("shapes", [None, ((Dim("rows", max=9), 4), (Dim("rows", max=9), 4))])
+def test_a_loss_function_that_chooses_rows_has_the_bits_of_eager_pytorch(shapes: object) -> None:
+    torch.manual_seed(0)
+    net = Layers()
+    plain = copy.deepcopy(net)
+    options = {} if shapes is None else {"shapes": shapes}
+    alike = zeroir.MicroSteps(mean_over="batches")
+    made = compiled(net, loss_of_hardest, micro_steps=alike, **options)
+    rows = (6, 6, 6) if shapes is None else (6, 9, 3, 7)
+    require_bits_of_eager(made.engine(self_check=False), plain, loss_of_hardest, rows)
+
+
+def test_the_models_own_forward_gathers_no_parameter_of_a_submodule() -> None:
+    torch.manual_seed(0)
+    net = Whole()
+    plain = copy.deepcopy(net)
+    made = compiled(net)
+    nodes = [n for s in made.program.segments for n in s.nodes if n.op == OPAQUE_OPS[0]]
+    (operands,) = {n.args[0] for n in nodes if isinstance(n.args[0], tuple)} or {()}
+    # The results of two layers, the batch's two tensors, and the parameter ``scale``.
+    assert all(len(n.args[0]) == 5 for n in nodes if isinstance(n.args[0], tuple)), operands
+    assert "the model's own forward" in str(made)
+    require_bits_of_eager(made.engine(self_check=False), plain, of_forward)
+
+
+def test_what_it_asks_before_a_module_is_compared_at_each_step() -> None:
+    torch.manual_seed(0)
+    net = Guarded()
+    plain = copy.deepcopy(net)
+    made = compiled(net)
+    engine = made.engine(self_check=False)
+    x, y = batch_of(0)
+    with pytest.raises(UserError, match=r"own forward.* calls first with other tensors"):
+        engine.step((torch.full_like(x, -100.0), y))
+    with pytest.raises(Exception, match="A number is beyond 90"):
+        made.engine(model=copy.deepcopy(plain), self_check=False).step((100 * x.abs() + 1, y))
+    require_bits_of_eager(
+        made.engine(model=copy.deepcopy(plain), self_check=False), plain, of_forward
+    )
+
+
+def test_code_that_decides_how_many_rows_a_module_gets_is_refused() -> None:
+    with pytest.raises(UserError, match=r"test_own_code.py:\d+ uses the values .* --opaque root"):
+        zeroir.compile(Chosen(), batch_of(0), world_size=1)
+    with pytest.raises(UserError, match=r"test_own_code.py:\d+ uses the values"):
+        zeroir.compile(Whole(), batch_of(0), world_size=1, units=zeroir.Units(opaque="none"))
+
+
+FILE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.second(self.dropout(self.first(x).tanh()))
+
+def model():
+    return Net()
+
+def loss(net, batch):
+    values = net(batch).square().mean(1)
+    return values[values > values.mean()].mean()
+
+def batch():
+    return torch.randn(6, 4)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*runs as it is:zeroir.errors.ModelWarning")
+@pytest.mark.parametrize(
+    "options", [{"stage": 3}, {"stage": 2, "micro_steps": 3, "precision": "bf16"}]
+)
+def test_a_model_file_equals_eager_replicas(tmp_path: Path, options: dict[str, object]) -> None:
+    path = tmp_path / "hardest.py"
+    path.write_text(FILE)
+    given = {"world_size": 3, "optimizer": "sgd", "lr": 0.1, **options}
+    result = check_model(str(path), make_options(given), steps=3, seed=0)
+    assert result.is_equal, str(result)
+    assert re.search(r"Runs as it is: the loss function", str(result)), str(result)
