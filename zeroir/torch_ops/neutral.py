@@ -130,6 +130,10 @@ class UntracedCallError(NotImplementedError):
     """The model calls a function that no trace holds."""
 
 
+class BackwardCallError(UntracedCallError):
+    """The model computes gradients itself."""
+
+
 class NeutralOps(TorchFunctionMode):
     """Replace attention, dropout, batch norm and recurrence; compute losses of 16-bit inputs in FP32.
 
@@ -238,7 +242,7 @@ class NeutralOps(TorchFunctionMode):
                 "torch.where"
             )
         if func is Tensor.backward and self.is_traced:
-            raise UntracedCallError(
+            raise BackwardCallError(
                 "forward calls backward(); return the loss, whose gradients the program computes"
             )
         if func is F.ctc_loss:

@@ -219,7 +219,7 @@ def _captured(
         parameters_before = parameter_shapes(model)
         opaque_paths = opaque.paths_in(model)
         reasons = {path: opaque.reason_of(path) for path in opaque_paths}
-        modules = OpaqueModules(source, reasons, mode, opaque.found, opaque.guess)
+        modules = OpaqueModules(source, reasons, mode, opaque.found)
         of_trace = modules.install(
             model,
             with_loss=opaque.with_loss,

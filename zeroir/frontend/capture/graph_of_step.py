@@ -40,7 +40,7 @@ from zeroir.frontend.source.source import (
 from zeroir.frontend.source.source_lines import line_of_error
 from zeroir.frontend.source.unsupported import MAKE_PART_OF_MODEL
 from zeroir.torch_ops.conditions import tracing_conditions
-from zeroir.torch_ops.neutral import UntracedCallError
+from zeroir.torch_ops.neutral import BackwardCallError, UntracedCallError
 from zeroir.torch_ops.purity import ImpureOperatorError
 from zeroir.torch_ops.random_numbers import OwnSeedError, own_seeds_refused
 from zeroir.torch_ops.ranks import collective_error
@@ -153,6 +153,7 @@ def _traced(
         raise UntraceableError(
             f"{capitalised(source.place_of(error))} cannot be traced: {error}.",
             module_of_error(error, step.model),
+            is_of_gradients=isinstance(error, BackwardCallError),
         ) from None
     except DATA_DEPENDENT as error:
         raise _depends_on_values(error, source, step) from None
@@ -215,7 +216,7 @@ def _gradients_only_returned() -> Iterator[None]:
         if threading.get_ident() != thread:  # code of an opaque module, which runs once
             plain(*args, **kwargs)  # type: ignore[arg-type]
             return
-        raise UntracedCallError(
+        raise BackwardCallError(
             "it calls backward(), and gradients that the code adds up itself are not part of a program; use "
             "torch.autograd.grad, or name the module whose forward does so: --opaque PATTERN"
         )

@@ -9,7 +9,7 @@ import hashlib
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -18,7 +18,7 @@ from typing import Final, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from zeroir.errors import UserError
+from zeroir.errors import UserError, ZeroirError, is_out_of_memory
 from zeroir.frontend._torch_private import fake_mode, function_modes
 from zeroir.frontend._torch_sizes import NoPolynomialError, left_out, size_of, torch_sizes
 from zeroir.frontend.capture.python_state import PythonState, UsersCode
@@ -40,14 +40,19 @@ from zeroir.frontend.opaque.module_results import (
     name_in_sentences,
     results_of_module,
 )
-from zeroir.frontend.opaque.own_code import answered, calls_noted, names_of_called
+from zeroir.frontend.opaque.own_code import CallsOfCode, answered, names_of_called
 from zeroir.frontend.opaque.structure import (
     CannotRunError,
     Structure,
     taken_apart,
 )
-from zeroir.frontend.source.source import LossFunction, ModelSource, capitalised
-from zeroir.frontend.source.source_lines import line_of_call, line_of_definition, line_of_forward
+from zeroir.frontend.source.source import LossFunction, ModelSource, capitalised, explain
+from zeroir.frontend.source.source_lines import (
+    line_of_call,
+    line_of_definition,
+    line_of_error,
+    line_of_forward,
+)
 from zeroir.torch_ops._torch_device_tensors import DeviceTensorMode
 from zeroir.torch_ops.neutral import NeutralOps
 from zeroir.torch_ops.opaque import generators_seeded, opaque, register_call
@@ -165,9 +170,17 @@ class CapturedCall:
             forward = partial(self.loss, module)
         if self.own_code:
             names = names_of_called(module, is_loss=self.loss is not None)
-            forward = partial(answered, forward, names, self.called, self.eager.place, True)
+            forward = partial(answered, forward, names, self.called, self.eager.place)
         given = sizes[: self.eager.arguments.sizes]
-        return self.eager.run(module, forward, inputs, given, seed, trained, changing, use)
+        try:
+            return self.eager.run(module, forward, inputs, given, seed, trained, changing, use)
+        except ZeroirError:
+            raise
+        except Exception as error:
+            line = line_of_error(error)
+            if line is None or is_out_of_memory(error):
+                raise
+            raise UserError(explain(error, line, f"{self.eager.place} failed")) from error
 
     def gradients(
         self,
@@ -234,8 +247,7 @@ _NEXT: Final = count()
 class OpaqueModules:
     """The opaque modules of a model that is traced: the reason why it cannot be traced for each name of ``reasons``.
 
-    ``found`` has what modules return, by their class and what they are called with. ``guess`` answers what code between
-    the calls of modules asks for values of tensors.
+    ``found`` has what modules return, by their class and what they are called with.
 
     The code of the user's own module runs, if it is in hand, with its present attributes.
     """
@@ -244,7 +256,6 @@ class OpaqueModules:
     reasons: Mapping[str, str]
     mode: DeviceTensorMode
     found: dict[tuple[type, str], ModuleResults]
-    guess: bool = False
     _known: dict[str, CapturedCall] = field(default_factory=dict)
     _label: str = ""
 
@@ -313,15 +324,28 @@ class OpaqueModules:
 
         def call(*args: object, **kwargs: object) -> object:
             before = PythonState.of(module.traced, _NO_OTHER_CODE)
-            with (
-                left_out(self.mode) as keep,
-                calls_noted(names, keep, guess=self.guess) as noted,
-                suppress(Exception),
-            ):
-                module.plain(*args, **kwargs)
-            if noted.failure is not None:
-                raise noted.failure
+            neutral = _neutral()
+            first_site = neutral.sites
+
+            def run() -> object:
+                before.restore_exactly()
+                neutral.sites = first_site
+                return module.plain(*args, **kwargs)
+
+            def sites(number: int | None) -> int:
+                neutral.sites = neutral.sites if number is None else number
+                return neutral.sites
+
+            with left_out(self.mode) as keep:
+                calls = CallsOfCode(run=run, names=names, keep=keep, sites=sites)
+                try:
+                    noted = calls.trace()
+                except UserError as error:
+                    if calls.noted.failure is not None:
+                        raise
+                    raise CannotRunError("", str(error)) from None
             before.restore_exactly()
+            sites(calls.last_site(first_site))
             return self._call(module, loss, (noted.results, *args), kwargs, noted.names)
 
         return call
@@ -357,8 +381,7 @@ class OpaqueModules:
         )
         if called is not None:
             names = names_of_called(traced, is_loss=loss is not None)
-            # Numbers without meaning are not equal to what the code computes.
-            plain = partial(answered, module.plain, names, called, place, False)
+            plain = partial(answered, module.plain, names, called, place)
             module = replace(module, plain=plain)
         inputs = [*tensors, *given]
         try:

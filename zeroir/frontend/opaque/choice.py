@@ -32,12 +32,14 @@ class OwnCode(StrEnum):
 class UntraceableError(UserError):
     """Code cannot be traced that may run as it is; ``path`` names the innermost module whose forward it is part of.
 
-    It is None if that is unknown, or the code is not a module's, as that of a loss function.
+    It is None if that is unknown, or the code is not a module's, as that of a loss function. With ``is_of_gradients``
+    the code calls ``backward``.
     """
 
-    def __init__(self, text: str, path: str | None) -> None:
+    def __init__(self, text: str, path: str | None, *, is_of_gradients: bool = False) -> None:
         super().__init__(text)
         self.path = path
+        self.is_of_gradients = is_of_gradients
 
 
 def module_of_error(error: BaseException, model: nn.Module) -> str | None:
@@ -59,8 +61,7 @@ class OpaqueChoice:
     ``found`` has what was found out of modules, as ``OpaqueModules`` has it. Without the option, ``include`` adds what
     cannot be traced, and ``reasons`` has the sentence for each added module that stands first among those of its class.
     ``with_loss`` says that the loss function runs as it is, too, with the model itself. ``own_code`` is the code around
-    modules that runs as it is: that of the model's own forward, or of the loss function. ``guess`` answers what it asks
-    for values of tensors.
+    modules that runs as it is: that of the model's own forward, or of the loss function.
     """
 
     option: str | None = None
@@ -68,7 +69,6 @@ class OpaqueChoice:
     found: dict[tuple[type, str], ModuleResults] = field(default_factory=dict)
     with_loss: bool = False
     own_code: OwnCode | None = None
-    guess: bool = False
     reason_of_own_code: str = ""
     _paths: frozenset[str] = frozenset()
     _classes: dict[str, type] = field(default_factory=dict)
@@ -133,12 +133,8 @@ class OpaqueChoice:
         self.reasons = {path: reason} | known
 
     def _runs_own_code(self, error: UntraceableError | CannotRunError) -> bool:
-        """Return whether an error is of code around modules that runs as it is, or with another guess, from now on."""
-        if isinstance(error, CannotRunError):
-            can_guess = self.own_code is not None and not self.guess
-            self.guess = self.guess or can_guess
-            return can_guess
-        if self.own_code is not None:
+        """Return whether an error is of code around modules that runs as it is from now on."""
+        if isinstance(error, CannotRunError) or self.own_code is not None or error.is_of_gradients:
             return False
         self.own_code = OwnCode.LOSS if error.path is None else OwnCode.FORWARD
         self.reason_of_own_code = str(error)

@@ -1,34 +1,34 @@
 """The code that calls the model or its submodules runs as it is, while what it calls is traced.
 
 Where the forward of the model itself or the loss function decides by values, one operator calls that code once more,
-mostly after all modules have run, and answers its calls of modules with what these returned in the program. So no
-parameter of a module is gathered for it.
+after all modules have run, and answers its calls of modules with what these returned in the program. So no parameter of
+a module is gathered for it.
 
-A trace does not know the values by which code decides. It guesses that ``if labels.max() >= self.classes: raise`` is
-false, goes on, and gives the operator what later modules are called with, too: at each step the code must call them
-with equal tensors.
+A trace does not know the values by which code decides. Before a module is called it may decide only whether it fails,
+as ``if labels.max() >= self.classes: raise ValueError`` does: the trace goes on where it does not.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from zeroir.errors import UserError
 
 NO_CALL: Final = "no module"
 """Stands for the name of a module where none is called."""
 
-Given = tuple[tuple[object, ...], Mapping[str, object]] | None
-"""What a module is called with after a guess; None before one."""
+_NOT_USERS: Final = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
+_MOST_QUESTIONS: Final = 16
 
 
 def names_of_called(model: nn.Module, *, is_loss: bool) -> dict[int, str]:
@@ -40,23 +40,27 @@ def names_of_called(model: nn.Module, *, is_loss: bool) -> dict[int, str]:
 
 @dataclass(slots=True)
 class NotedCalls:
-    """The calls of modules: the name of each, and what it is called with and returns.
+    """The calls of modules by some code: the name of each, and what it returned.
 
     ``failure`` is the exception of one that failed, which is no matter of the code that calls it.
     """
 
     names: list[str] = field(default_factory=list)
-    results: list[tuple[Given, object]] = field(default_factory=list)
+    results: list[object] = field(default_factory=list)
     failure: Exception | None = None
 
 
-class _Guesses(TorchFunctionMode):
-    """A mode that answers whether a tensor is true where no values are known."""
+class _NextQuestion(BaseException):
+    """The code asks for values of a tensor, and has no answer."""
 
-    def __init__(self, answer: bool) -> None:
+
+class _Answers(TorchFunctionMode):
+    """A mode that answers whether tensors are true, in the order of the questions."""
+
+    def __init__(self, answers: Sequence[bool]) -> None:
         super().__init__()
-        self._answer = answer
-        self.is_paused = self.has_guessed = False
+        self._remaining = iter(answers)
+        self.is_paused = False
 
     def __torch_function__(
         self,
@@ -65,55 +69,123 @@ class _Guesses(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Call ``func``, or guess."""
+        """Call ``func``, or answer."""
         # In a trace torch asks for the item of what an ``if`` asks for.
         is_question = func is Tensor.__bool__ or (func is Tensor.item and _is_bool(args[0]))
         if not is_question or self.is_paused:
             return func(*args, **(kwargs or {}))
-        answer: object = None
+        known: object = None
         with suppress(Exception):  # whatever torch raises in a trace
-            answer = func(*args)
-        if isinstance(answer, bool):
+            known = func(*args)
+        if isinstance(known, bool):
+            return known
+        for answer in self._remaining:
             return answer
-        self.has_guessed = True
-        return self._answer
+        raise _NextQuestion
 
 
 def _is_bool(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and tensor.dtype is torch.bool
 
 
-@contextmanager
-def calls_noted(
-    names: Mapping[int, str], keep: Callable[[], None], *, guess: bool
-) -> Iterator[NotedCalls]:
-    """Note each call of these modules within the block, unless it is inside another one, and ``keep`` after it.
+@dataclass(slots=True, kw_only=True)
+class CallsOfCode:
+    """Traces the modules that some code calls, the names of which are ``names`` by the ids of their attributes.
 
-    Where the code between these calls asks whether a tensor is true, ``guess`` is the answer.
+    ``run`` calls the code, from the same state each time. After each call of a module ``keep`` keeps what the trace has
+    learnt. ``sites`` reads, or sets, how many random numbers the trace has drawn.
     """
-    noted = NotedCalls()
-    plain = nn.Module.__call__
-    guesses = _Guesses(guess)
 
-    def call(module: nn.Module, *args: object, **kwargs: object) -> object:
-        name = names.get(id(vars(module)))
-        if name is None or guesses.is_paused:
-            return plain(module, *args, **kwargs)
-        guesses.is_paused = True
+    run: Callable[[], object]
+    names: Mapping[int, str]
+    keep: Callable[[], None]
+    sites: Callable[[int | None], int]
+    noted: NotedCalls = field(default_factory=NotedCalls)
+    _sites: list[int] = field(default_factory=list)
+
+    def trace(self) -> NotedCalls:
+        """Return the calls of modules, in order, with their results.
+
+        Raises:
+            Exception: that of a module.
+            UserError: where values decide which modules are called.
+        """
+        answers: list[bool] = []
+        while self._asks(answers):
+            before = len(self.noted.names)
+            outcomes = {answer: self._fails([*answers, answer]) for answer in (False, True)}
+            going_on = [answer for answer, fails in outcomes.items() if not fails]
+            if len(going_on) == 1 and len(answers) < _MOST_QUESTIONS:
+                answers += going_on
+                continue
+            if len(self.noted.names) > before:
+                raise UserError("values decide which modules are called")
+            break
+        return self.noted
+
+    def last_site(self, first: int) -> int:
+        """Return how many random numbers the trace has drawn after the last call of a module, ``first`` before it."""
+        return self._sites[-1] if self._sites else first
+
+    def _asks(self, answers: Sequence[bool]) -> bool:
+        """Return whether the code asks for more than these answers."""
         try:
-            result = plain(module, *args, **kwargs)
-        except Exception as failure:
-            noted.failure = failure
-            raise
+            with suppress(Exception), self._noting(answers):
+                self.run()
+        except _NextQuestion:
+            return True
         finally:
-            guesses.is_paused = False
-        noted.names.append(name)
-        keep()
-        noted.results.append(((args, kwargs) if guesses.has_guessed else None, result))
-        return result
+            if self.noted.failure is not None:
+                raise self.noted.failure
+        return False
 
-    with mock.patch.object(nn.Module, "__call__", call), guesses:
-        yield noted
+    def _fails(self, answers: Sequence[bool]) -> bool:
+        """Return whether the code itself raises an exception after these answers, before it calls another module."""
+        before = len(self.noted.names)
+        try:
+            with self._noting(answers):
+                self.run()
+        except _NextQuestion:
+            return False
+        except Exception as error:  # noqa: BLE001 - any error of the code
+            if self.noted.failure is not None:
+                raise self.noted.failure from None
+            innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+            return len(self.noted.names) == before and not innermost.startswith(_NOT_USERS)
+        return False
+
+    @contextmanager
+    def _noting(self, answers: Sequence[bool]) -> Iterator[None]:
+        """Note the calls of modules within the block, unless they are inside another one or were noted before."""
+        noted, plain = self.noted, nn.Module.__call__
+        mode = _Answers(answers)
+        number = 0
+
+        def call(module: nn.Module, *args: object, **kwargs: object) -> object:
+            nonlocal number
+            name = self.names.get(id(vars(module)))
+            if name is None or mode.is_paused:
+                return plain(module, *args, **kwargs)
+            if number < len(noted.names):
+                self.sites(self._sites[number])
+            else:
+                mode.is_paused = True
+                try:
+                    result = plain(module, *args, **kwargs)
+                except Exception as failure:
+                    noted.failure = failure
+                    raise
+                finally:
+                    mode.is_paused = False
+                self.keep()
+                noted.names.append(name)
+                noted.results.append(result)
+                self._sites.append(self.sites(None))
+            number += 1
+            return noted.results[number - 1]
+
+        with mock.patch.object(nn.Module, "__call__", call), mode:
+            yield
 
 
 def answered(
@@ -121,16 +193,14 @@ def answered(
     names: Mapping[int, str],
     called: Sequence[str],
     place: str,
-    is_compared: bool,
-    results: Sequence[tuple[Given, object]],
+    results: Sequence[object],
     *args: object,
     **kwargs: object,
 ) -> object:
     """Return what the code returns, whose calls of the modules ``called`` return these results.
 
     Raises:
-        UserError: if it calls other modules, or in another order, or if it ``is_compared`` and calls one with other
-            tensors than ``results`` have beside the result.
+        UserError: if it calls other modules, or in another order.
     """
     remaining = iter(zip(called, results, strict=True))
     plain = nn.Module.__call__
@@ -139,14 +209,9 @@ def answered(
         name = names.get(id(vars(module)))
         if name is None:
             return plain(module, *args, **kwargs)
-        expected, (given, result) = next(remaining, (NO_CALL, (None, None)))
+        expected, result = next(remaining, (NO_CALL, None))
         if name != expected:
             raise _other_call(place, name or "the model", expected or "the model")
-        if is_compared and given is not None and not _are_equal(given, (args, kwargs)):
-            raise UserError(
-                f"{place} calls {name or 'the model'} with other tensors than when the program was compiled, as its "
-                "values decide: move what decides into a submodule."
-            )
         return result
 
     with mock.patch.object(nn.Module, "__call__", call):
@@ -155,23 +220,6 @@ def answered(
     if expected != NO_CALL:
         raise _other_call(place, NO_CALL, expected)
     return value
-
-
-def _are_equal(given: object, present: object) -> bool:
-    """Return whether arguments have the same tensors, bit for bit, except zeros of either sign."""
-    leaves, spec = pytree.tree_flatten(given)
-    others, other_spec = pytree.tree_flatten(present)
-    if spec != other_spec:
-        return False
-    for leaf, other in zip(leaves, others, strict=True):
-        if isinstance(leaf, Tensor) and isinstance(other, Tensor):
-            if leaf.shape != other.shape or leaf.dtype is not other.dtype:
-                return False
-            if not bool(((leaf == other) | ((leaf != leaf) & (other != other))).all()):
-                return False
-        elif isinstance(leaf, Tensor) or isinstance(other, Tensor) or repr(leaf) != repr(other):
-            return False
-    return True
 
 
 def _other_call(place: str, name: str, expected: str) -> UserError:
