@@ -136,3 +136,25 @@ def test_len_and_tensors_of_sizes_are_traced(code: Callable[[Tensor], Tensor]) -
     made = compiled(net)
     assert not opaque_modules(made.program.segments)
     require_bits_of_eager(net, made)
+
+
+class Padded(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.pad = nn.ZeroPad1d((0, count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded: Tensor = self.pad(x.mT)
+        return padded.mT / int(x.shape[1])
+
+
+@pytest.mark.filterwarnings("ignore:The code of:zeroir.errors.ModelWarning")
+def test_modules_of_one_class_may_return_other_sizes() -> None:
+    torch.manual_seed(0)
+    net = Net(lambda x: x)
+    net.inner.add_module("one", one := Padded(1))
+    net.inner.add_module("two", two := Padded(2))
+    net.inner.code = lambda x: torch.cat([one(x), two(x)], 1)
+    made = compiled(net)
+    assert sorted(opaque_modules(made.program.segments)) == ["inner.one", "inner.two"]
+    require_bits_of_eager(net, made)

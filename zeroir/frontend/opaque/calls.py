@@ -403,10 +403,10 @@ class OpaqueModules:
         )
         has_grad = torch.is_grad_enabled()
         trained = tuple(i for i, x in enumerate(inputs) if has_grad and x.requires_grad)
-        # Modules of one class that are called alike return alike, which each call checks.
+        # Modules of one class that are printed alike and called alike return alike, which each call checks.
         own_names = [each.names for each in own]
         call = f"{own_names} {arguments} {eager.training} {eager.autocast} {trained} {loss is None} {called}"
-        of_class = type(traced), f"{call} {types} {polynomials}"
+        of_class = type(traced), f"{traced} {call} {types} {polynomials}"
         if of_class not in self.found:
             mode = self.mode if self.mode.shape_env is None else fake_mode(device=self.mode.device)
             self.found[of_class] = results_of_module(
