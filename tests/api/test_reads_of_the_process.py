@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import queue
 import sys
 import threading
@@ -71,6 +72,10 @@ def of_the_class() -> float:
     return given.factor()
 
 
+def grow() -> None:
+    (path.parent / "full").write_text("more")
+
+
 def by_text() -> Any:  # noqa: ANN401
     return eval("3 * beta")  # noqa: S307
 
@@ -92,6 +97,10 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[pytest.MonkeyPatch], objec
     "computed": (lambda: computed.factor, lambda _: computed.values.update(factor=2.0)),  # type: ignore[attr-defined]
     "config": (lambda: float(parser["a"]["factor"]), lambda _: parser.set("a", "factor", "2")),
     "path": (lambda: 2 if path.exists() else 1, lambda _: path.touch()),
+    "listing": (lambda: 1 + len(os.listdir(path.parent)), lambda _: path.touch()),  # noqa: PTH208
+    "glob": (lambda: 1 + len([*path.parent.glob("*")]), lambda _: path.touch()),
+    "size": (lambda: 1 + os.path.getsize(path.parent / "full"), lambda _: grow()),  # noqa: PTH202
+    "folder": (lambda: len(os.getcwd()), lambda m: m.chdir("/")),  # noqa: PTH109
     "class": (of_the_class, lambda m: m.setattr(given, "__class__", Other)),
 }
 
@@ -104,5 +113,7 @@ def test_what_changes_counts_at_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(globals(), "path", tmp_path / "stop")
+    (tmp_path / "full").touch()
+    monkeypatch.chdir(tmp_path)
 
     require_counted(read, lambda: change(monkeypatch))

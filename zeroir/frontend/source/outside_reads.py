@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from zeroir.frontend.source.source_lines import line_of_call
+from zeroir.frontend.source.source_lines import is_users_file, line_of_call
 
 _OF_CODE: Final = (".py", ".pyc", ".so")
 _WRITES: Final = frozenset("wax+")
@@ -25,10 +26,13 @@ _LARGE: Final = 1 << 20
 class OutsideReads:
     """What code has read outside Python's objects: paths of ``files`` and names of ``variables``, and who read each.
 
-    Of ``paths`` it has asked whether they exist. The values are lines of the user's code.
+    Of ``paths`` it has asked whether they exist, and of ``folders`` what is in them. The values are lines of the user's
+    code. ``current_folder`` has those that asked for it.
     """
 
     files: dict[str, str] = field(default_factory=dict)
+    folders: dict[str, str] = field(default_factory=dict)
+    current_folder: list[str] = field(default_factory=list)
     paths: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
 
@@ -38,6 +42,8 @@ class OutsideReads:
         environment = type(os.environ)
         plain_open, plain_read = builtins.open, environment.__getitem__
         plain_stat, is_noting = os.stat, False
+        plain_folder, plain_size = os.getcwd, os.path.getsize
+        plain_list, plain_scan = os.listdir, os.scandir
 
         def noting_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             if _WRITES.isdisjoint(mode):
@@ -55,6 +61,24 @@ class OutsideReads:
                     is_noting = False
             return plain_stat(path, *args, **kwargs)
 
+        def noting_size(path: Any) -> int:  # noqa: ANN401
+            self._note(self.files, path)
+            return plain_size(path)
+
+        def noting_list(path: Any = ".") -> Any:  # noqa: ANN401
+            self._note(self.folders, path)
+            return plain_list(path)
+
+        def noting_scan(path: Any = ".") -> Any:  # noqa: ANN401
+            self._note(self.folders, path)
+            return plain_scan(path)
+
+        def noting_folder() -> str:
+            # Libraries ask for it, too.
+            if is_users_file(sys._getframe(1).f_code.co_filename):
+                self.current_folder.append(line_of_call())
+            return plain_folder()
+
         def noting_read(variables: Any, name: Any) -> Any:  # noqa: ANN401
             line = line_of_call()
             if line and isinstance(name, str):
@@ -65,6 +89,10 @@ class OutsideReads:
             mock.patch.object(builtins, "open", noting_open),
             mock.patch.object(io, "open", noting_open),
             mock.patch.object(os, "stat", noting_stat),
+            mock.patch.object(os, "listdir", noting_list),
+            mock.patch.object(os, "scandir", noting_scan),
+            mock.patch.object(os, "getcwd", noting_folder),
+            mock.patch.object(os.path, "getsize", noting_size),
             mock.patch.object(environment, "__getitem__", noting_read),
         ):
             yield
@@ -87,6 +115,14 @@ def state_of_file(path: str) -> tuple[int, ...] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def names_in_folder(path: str) -> tuple[str, ...] | None:
+    """Return the names of what is in a folder, sorted; None where it cannot be read."""
+    try:
+        return tuple(sorted(each.name for each in Path(path).iterdir()))
+    except OSError:
+        return None
 
 
 def contents_of_file(path: str) -> str:

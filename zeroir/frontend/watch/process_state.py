@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Final, TypeGuard
 
 from zeroir.frontend._torch_hooks import global_hooks
-from zeroir.frontend.source.outside_reads import contents_of_file, state_of_file
+from zeroir.frontend.source.outside_reads import contents_of_file, names_in_folder, state_of_file
 from zeroir.frontend.watch.torch_settings import replaceable, settings_read
 from zeroir.frontend.watch.walk import FILE, HOOK, SETTING, Walk
 
@@ -32,6 +32,15 @@ def add_process(walk: Walk) -> None:
         walk.lines[name] = line
         walk.leaves[name] = (FILE, contents_of_file(path))
         walk.quick.add_computed(partial(state_of_file, path))
+    for path, line in walk.reads.folders.items():
+        name = f"The folder {path}"
+        walk.lines[name] = line
+        walk.leaves[name] = (FILE, repr(names_in_folder(path)))
+        walk.quick.add_computed(partial(names_in_folder, path))
+    for line in walk.reads.current_folder[:1]:
+        walk.lines["The current folder"] = line
+        walk.leaves["The current folder"] = (str, repr(str(Path.cwd())))
+        walk.quick.add_computed(Path.cwd)
     for expression, read in settings_read(walk.code.of_users):
         walk.leaves[expression] = (SETTING, str(read()))
         walk.quick.add_computed(read)
