@@ -136,7 +136,8 @@ class PresentPrograms:
         is_evaluation: bool = False,
     ) -> list[CompiledAgain]:
         """Return a program for each of these batches of this rank, once ``fit`` has considered them."""
-        self._rank_program.begin_batches()
+        if not is_evaluation:  # which says itself that it begins
+            self._rank_program.begin_batches()
         while True:
             present = self.signatures
             fit(batches, is_evaluation)

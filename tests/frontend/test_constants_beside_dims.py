@@ -126,7 +126,9 @@ def require_same_losses(operator: Operator, example: int, smallest: int) -> None
     else:
         refusal = ""
         _require_same_losses(engine, plain, sorted({smallest, example, 8, LARGEST}))
-    assert not refusal or "test_constants_beside_dims.py:" in refusal
+    # Where the laws alone find that a size may shrink, no line is known.
+    is_of_laws = refusal.startswith("The model does not compute the same for all sizes")
+    assert not refusal or is_of_laws or "test_constants_beside_dims.py:" in refusal
 
 
 def _require_same_losses(engine: Engine, plain: nn.Module, sizes: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.captures import captured
 from tests.support.eager import traced
 from zeroir.api.checks.check import check_model
 from zeroir.api.compiled import CompiledProgram
@@ -17,6 +18,7 @@ from zeroir.api.compiling import compile_model
 from zeroir.artifact import from_bytes, to_bytes
 from zeroir.config import make_options
 from zeroir.errors import UserError
+from zeroir.frontend.source.entry import load_model_file
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
 from zeroir.ir.segments.operators import Operator, declaration_problem
@@ -231,7 +233,7 @@ def test_a_refusal_has_the_line_of_the_model(tmp_path: Path) -> None:
         match=r"model\.py:8 uses the operator rules_of_file\.total\.default, which breaks the "
         r"rule of host reads: it returns float to the host",
     ):
-        traced(path)
+        captured(load_model_file(str(path)), "fp32", (), opaque="none")
 
 
 # ----------------------------------------------------------------------------------------------------------- running

@@ -33,6 +33,8 @@ NOT_OF_A_MODEL = {
     "watch",
     # Of the shapes of a batch: tests/api/test_shapes.py.
     "given_shapes", "shapes", "smallest_sizes",
+    # Of a module that is gone, and of code around modules, which the reason replaces: test_opaque.py, test_own_code.py.
+    "captured_call", "own_code",
     # Of options: tests/frontend/test_units.py, test_parameter_groups.py, test_opaque.py and test_bad_models.py.
     "choice", "parameter_groups", "precision", "tracing", "units",
 }  # fmt: skip
@@ -157,6 +159,13 @@ FORWARDS: tuple[Callable[..., object], ...] = (
 )
 
 
+DECIDING: tuple[Callable[..., object], ...] = (
+    lambda net, x: net.layer(x[net.layer(x).mean(1) > 0]).mean(),
+    lambda net, x: net.layer(net.layer(x) if net.layer(x).sum() > 0 else x).mean(),
+    lambda net, x: net.layer(net.layer(x) if x.sum() > 0 else x).mean(),
+)
+
+
 def hooked_after_the_gradient(net: Net) -> None:
     register: Callable[..., object] = net.layer.weight.register_post_accumulate_grad_hook
     register(lambda _: None)
@@ -204,9 +213,10 @@ def tracing(
     loss: LossFunction | None = None,
     weight: WeightFunction | None = None,
     frozen: object = None,
+    opaque: str | None = None,
 ) -> None:
     source = source_of(model, batch, loss, weight, frozen)  # type: ignore[arg-type]
-    trace(source, make_options({"world_size": 1}))
+    trace(source, make_options({"world_size": 1, "opaque": opaque}))
 
 
 def evaluating(outputs: object, *names: str) -> None:
@@ -230,7 +240,9 @@ def in_autocast() -> None:
 def refusals() -> Iterator[tuple[str, Callable[[], object]]]:
     """A name, and a call that must be refused."""
     for number, forward in enumerate(FORWARDS):
-        yield f"forward {number}", partial(tracing, Net(forward))
+        yield f"forward {number}", partial(tracing, Net(forward), opaque="none")
+    for number, forward in enumerate(DECIDING):
+        yield f"decision {number}", partial(tracing, Net(forward))
     for number, change in enumerate(CHANGES):
         yield f"change {number}", partial(tracing, changed(change))
     for batch in ((), (2**63, torch.ones(3)), ("a" * 9999, torch.ones(3)), (b"x",)):

@@ -3,7 +3,7 @@
 A trace makes the decisions of its own sizes, and what is true of the example's may be true of few others: padding to a
 multiple of 8 makes one block of 7 words and several of 9; an even length has the remainder 0. So the source is traced
 with other example batches, too, and for those sizes alone that have the example's remainders. Where none of these has
-more than one size, as where a loop of Python takes one step for each word, the code that decides runs as it is.
+more than one size, as where a loop of Python takes one step for each word, the submodules that decide run as they are.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def widest(
             captures = [each for each in captures if each.takes(given.example)]
     if not captures:
         assert refusal is not None
-        if options.units.opaque is None:
+        if refusal.module and options.units.opaque is None:
             with suppress(UserError):
                 add(replace(source, runs_what_decides=True))
         if not captures:

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import OpOverload, _higher_order_ops
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses._fake_tensor_utils import _CacheKeyState
@@ -47,6 +47,11 @@ class DeviceTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call] # a fun
         super().__init__(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
         self.device = device
         self.is_within_operator = False
+        for operator in _higher_order_ops.values():
+            # Torch finds the rules of its own mode by the class.
+            rule = operator.python_key_table.get(FakeTensorMode)
+            if rule is not None:
+                operator.python_key_table.setdefault(DeviceTensorMode, rule)
 
     def dispatch(
         self,

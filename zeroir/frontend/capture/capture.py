@@ -144,7 +144,7 @@ def capture(
             else:
                 choice.include(error)
         except ShapesError as error:
-            if not source.runs_what_decides or choice.option is not None:
+            if not source.runs_what_decides or not error.module or choice.option is not None:
                 raise
             choice.include(UntraceableError(str(error), error.module))
         except (Exception, SystemExit):

@@ -37,6 +37,7 @@ from zeroir.frontend.opaque.structure import (
 )
 from zeroir.frontend.source.source import capitalised, explain
 from zeroir.frontend.source.source_lines import line_of_error
+from zeroir.ir.size_bounds import grows
 from zeroir.ir.sizes import Size
 from zeroir.torch_ops.ranks import collective_error
 from zeroir.workspace.scratch.allowance import SLACK_BYTES
@@ -184,6 +185,12 @@ class _Trial:
             _fitted([point for point, _ in found], of_size, place)
             for of_size in zip(*values, strict=True)
         ]
+        for size in sizes[: sum(len(tensor.order) for tensor in tensors)]:
+            if isinstance(size, Size) and not grows(size):
+                raise UserError(
+                    f"{place} returns a tensor of size {size}, which is negative or shrinks for some sizes of the "
+                    "batch: narrow the dims."
+                )
         statistics = (
             i for i, own in enumerate(self.eager.own) if own.is_statistic and self.eager.training[0]
         )

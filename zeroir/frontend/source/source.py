@@ -102,8 +102,8 @@ class ModelSource:
     loaded. ``file`` is None if there is no model file. ``shapes`` returns the shapes of the batch that depend on dims.
     ``earlier`` is what a program goes on with. With ``has_optimizer`` the script's optimizer says which parameters are
     trained, and those of other modules that the code uses are constants. ``classes`` has the values that some dims take
-    instead of all in their range. With ``runs_what_decides`` the code that lets the sizes of the batch decide runs as
-    it is.
+    instead of all in their range. With ``runs_what_decides`` the code of submodules that lets the sizes of the batch
+    decide runs as it is.
     """
 
     names: SourceNames
