@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -167,6 +170,105 @@ def test_code_that_decides_what_a_module_gets_or_which_is_called_is_refused() ->
         zeroir.compile(Skipping(), batch_of(0), world_size=1)
     with pytest.raises(UserError, match=r"test_own_code.py:\d+ uses the values"):
         zeroir.compile(Whole(), batch_of(0), world_size=1, units=zeroir.Units(opaque="none"))
+
+
+def weight_of(net: nn.Module) -> Tensor:
+    weight: Tensor = cast("Layers", net).first.weight
+    return weight
+
+
+def with_a_weight_of_a_layer(net: nn.Module, batch: Batch) -> Tensor:
+    return loss_of_hardest(net, batch) + weight_of(net).square().sum()
+
+
+def spectral_with_a_weight_of_a_layer(net: nn.Module, batch: Batch) -> Tensor:
+    """Nothing in it depends on values, so that it can be called without any."""
+    outputs: Tensor = torch.fft.rfft(net(batch[0])).abs()
+    loss: Tensor = outputs.mean() + weight_of(net).norm()
+    return loss
+
+
+def with_noise_of_torch(net: nn.Module, batch: Batch) -> Tensor:
+    noise = torch.randn_like(batch[0])
+    return loss_of_hardest(net, (batch[0] + noise, noise))
+
+
+def with_noise_of_python(net: nn.Module, batch: Batch) -> Tensor:
+    return loss_of_hardest(net, (batch[0] * random.random(), batch[1]))
+
+
+def with_noise_of_numpy(net: nn.Module, batch: Batch) -> Tensor:
+    return loss_of_hardest(net, (batch[0] * float(np.random.rand()), batch[1]))
+
+
+history: list[Tensor] = []
+
+
+def with_a_history(net: nn.Module, batch: Batch) -> Tensor:
+    loss = loss_of_hardest(net, batch)
+    history.append(loss.detach())
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (with_a_weight_of_a_layer, r"uses first\.weight of a module itself"),
+        (spectral_with_a_weight_of_a_layer, r"uses first\.weight of a module itself"),
+        (with_a_history, r"changes test_own_code\.py:history at every call"),
+        (with_noise_of_torch, "draws random numbers before it calls the model"),
+        (with_noise_of_python, "draws random numbers before it calls the model"),
+        (with_noise_of_numpy, "draws random numbers before it calls the model"),
+    ],
+)
+def test_what_a_second_call_would_compute_otherwise_is_refused(
+    loss: Callable[[nn.Module, Batch], Tensor], sentence: str
+) -> None:
+    """A layer keeps its values where they are, so code that used them would use those of the first step."""
+    with pytest.raises(
+        UserError, match=rf"^\S*test_own_code.py:\d+: The loss function, .*{sentence}"
+    ):
+        zeroir.compile(Layers(), batch_of(0), loss=loss, world_size=1)
+
+
+counts = {"steps": 0}
+annealed = 1.0
+
+
+def with_side_effects(net: nn.Module, batch: Batch) -> Tensor:
+    """It asks for the type of a parameter, too, and scales the batch before it calls the model."""
+    counts["steps"] += 1
+    x, y = batch
+    losses = (net(x * annealed) - y).square().mean(1)
+    parameter = weight_of(net)
+    ones = torch.ones(parameter.shape[0], dtype=parameter.dtype, device=parameter.device)
+    return hardest(losses) * ones.mean() * counts["steps"]
+
+
+@pytest.mark.filterwarnings("ignore:The code of the loss function:zeroir.errors.ModelWarning")
+def test_what_it_changes_is_changed_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward calls it, too."""
+    torch.manual_seed(0)
+    net = Layers()
+    plain = copy.deepcopy(net)
+    found: list[list[float]] = []
+    for engine in (None, compiled(net, with_side_effects).engine(self_check=False)):
+        counts["steps"] = 0
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        losses: list[float] = []
+        for step in range(4):
+            monkeypatch.setitem(globals(), "annealed", 1.0 + step)
+            if engine is not None:
+                losses.append(engine.step(batch_of(step)).loss)
+                continue
+            loss = with_side_effects(plain, batch_of(step))
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        assert counts["steps"] == 4
+        found.append(losses)
+    assert found[0] == found[1]
 
 
 FILE = """

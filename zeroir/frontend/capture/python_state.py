@@ -42,6 +42,7 @@ from zeroir.frontend.source.namespaces import (
     place_id,
 )
 from zeroir.frontend.watch.contents import contents_of_cache
+from zeroir.frontend.watch.reached_code import ReachedCode
 from zeroir.frontend.watch.stored_tensors import Container, StorePlace
 from zeroir.frontend.watch.values_to_store import is_to_store
 from zeroir.torch_ops.followed_numbers import FollowedNumber, is_number, text_of
@@ -70,12 +71,24 @@ class UsersCode:
     """The user's code besides the model's classes: Python modules by name, and functions that a step calls.
 
     ``outside`` are the modules of torch that it holds beside the model, ``consumed`` objects that reading changes.
+    ``spaces`` are namespaces of functions, each with the names that these mention.
     """
 
     modules: tuple[str, ...]
     functions: tuple[object, ...]
     outside: tuple[nn.Module, ...] = ()
     consumed: tuple[tuple[str, object], ...] = ()
+    spaces: tuple[tuple[dict[str, object], frozenset[str]], ...] = ()
+
+    @classmethod
+    def of_function(cls, function: object) -> UsersCode:
+        """Return what a function and those that it calls read beside a model's attributes."""
+        spaces: dict[int, tuple[dict[str, object], set[str]]] = {}
+        for each, name, _ in ReachedCode.of(None, (function,)).globals_of:
+            _, names = spaces.setdefault(id(each.__globals__), (each.__globals__, set()))
+            names.add(name)
+        read = tuple((space, frozenset(names)) for space, names in spaces.values())
+        return cls(modules=(), functions=(function,), spaces=read)
 
 
 @dataclass(slots=True)
@@ -117,6 +130,9 @@ class PythonState:
                 module = sys.modules[name]
                 file = Path(str(vars(module).get("__file__", name))).name
                 state._namespace(vars(module), f"{file}:", _unmentioned(module))
+        for space, mentioned in code.spaces:
+            file = Path(str(space.get("__file__", "?"))).name
+            state._namespace(space, f"{file}:", space.keys() - mentioned)
         for name, value in code.consumed:
             state._add(name, value)
         state._random_generators()
@@ -145,6 +161,17 @@ class PythonState:
                 inside += (f"{name}[", f"{name}.")
         return names
 
+    def changed_objects(self, later: PythonState) -> list[str]:
+        """Return those of the names that differ which are of other objects than numbers and tensors."""
+        return [
+            name
+            for name in self.changed(later)
+            if not all(
+                leaf is None or leaf[0] in (bool, int, float, Tensor, is_to_store)
+                for leaf in (self.leaves.get(name), later.leaves.get(name))
+            )
+        ]
+
     def stores(self) -> list[StorePlace]:
         """Return the places where tensors are now that were not there."""
         return [
@@ -159,13 +186,12 @@ class PythonState:
 
     def _random_generators(self) -> None:
         generator = random.getstate()
-        self.leaves[_RANDOM] = generator
         self._restores.append(lambda _: random.setstate(generator))
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             state = numpy.random.get_state()
-            self.leaves[_NUMPY_RANDOM] = (state[0], state[1].tobytes(), *state[2:])
             self._restores.append(lambda _: numpy.random.set_state(state))
+        self.leaves |= random_generators()
 
     def _namespace(self, values: Namespace, prefix: str, without: Set[str]) -> str:
         """Save the attributes of a module, or variables, and return how their names begin.
@@ -312,6 +338,16 @@ def _names_in_functions(text: str) -> frozenset[str] | None:
 
 def _inner_codes(code: CodeType) -> list[CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def random_generators() -> dict[str, Leaf]:
+    """Return the states of Python's and NumPy's generators by their names in messages."""
+    leaves: dict[str, Leaf] = {_RANDOM: random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, words, *others = numpy.random.get_state()
+        leaves[_NUMPY_RANDOM] = (kind, words.tobytes(), *others)
+    return leaves
 
 
 def _unmentioned(module: ModuleType) -> Set[str]:

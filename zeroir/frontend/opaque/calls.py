@@ -21,8 +21,8 @@ from torch import nn
 from zeroir.errors import UserError
 from zeroir.frontend._torch_private import fake_mode, function_modes
 from zeroir.frontend._torch_sizes import NoPolynomialError, left_out, size_of, torch_sizes
-from zeroir.frontend.capture.python_state import PythonState
-from zeroir.frontend.opaque.captured_call import NO_OTHER_CODE, CapturedCall
+from zeroir.frontend.capture.python_state import PythonState, UsersCode
+from zeroir.frontend.opaque.captured_call import CapturedCall
 from zeroir.frontend.opaque.choice import OwnCode
 from zeroir.frontend.opaque.eager_forward import (
     EagerForward,
@@ -41,6 +41,7 @@ from zeroir.frontend.opaque.module_results import (
 from zeroir.frontend.opaque.own_code import CallsOfCode, answered, names_of_called
 from zeroir.frontend.opaque.structure import (
     CannotRunError,
+    OwnCodeError,
     taken_apart,
 )
 from zeroir.frontend.source.source import LossFunction, ModelSource, capitalised
@@ -70,6 +71,7 @@ class OpaqueModules:
     mode: DeviceTensorMode
     found: dict[tuple[type, str], ModuleResults]
     _known: dict[str, CapturedCall] = field(default_factory=dict)
+    _codes: dict[object, UsersCode] = field(default_factory=dict)
     _label: str = ""
 
     def install(
@@ -136,7 +138,7 @@ class OpaqueModules:
         names = names_of_called(module.traced, is_loss=loss is not None)
 
         def call(*args: object, **kwargs: object) -> object:
-            before = PythonState.of(module.traced, NO_OTHER_CODE)
+            before = PythonState.of(module.traced, self._code_of(loss or module.plain))
             neutral = _neutral()
             first_site = neutral.sites
 
@@ -149,16 +151,19 @@ class OpaqueModules:
                 neutral.sites = neutral.sites if number is None else number
                 return neutral.sites
 
+            place = _place(module, loss, OwnCode.LOSS if loss else OwnCode.FORWARD)
             with left_out(self.mode) as keep:
-                calls = CallsOfCode(run=run, names=names, keep=keep, sites=sites)
+                calls = CallsOfCode(run=run, place=place, names=names, keep=keep, sites=sites)
                 try:
                     noted = calls.trace()
+                except OwnCodeError:
+                    raise
                 except UserError as error:
                     if calls.noted.failure is not None:
                         raise
                     raise CannotRunError("", str(error)) from None
-            before.restore_exactly()
-            sites(calls.last_site(first_site))
+                finally:
+                    before.restore_exactly()
             return self._call(module, loss, (noted.results, *args), kwargs, noted.names)
 
         return call
@@ -186,15 +191,13 @@ class OpaqueModules:
         plain_forward = module.plain
         own_code = "" if called is None else OwnCode.LOSS if loss else OwnCode.FORWARD
         tensors = present_tensors(traced, own)
-        line = line_of_forward(traced) if loss is None else line_of_definition(loss)
         name = own_code or (name_in_sentences(path) if loss is None else OwnCode.LOSS)
-        place = f"{line + ': ' if line else ''}{capitalised(name)}, whose code runs as it is,"
+        place = _place(module, loss, name)
         arguments, given, sizes = taken_apart(
             (args, kwargs), place, "is called with", may_have_objects=called is not None
         )
         if called is not None:
-            names = names_of_called(traced, is_loss=loss is not None)
-            plain = partial(answered, module.plain, names, called, place)
+            plain = partial(answered, module.plain, traced, called, place, loss is not None)
             module = replace(module, plain=plain)
         inputs = [*tensors, *given]
         try:
@@ -222,9 +225,18 @@ class OpaqueModules:
         of_class = type(traced), f"{traced} {call} {types} {polynomials}"
         if of_class not in self.found:
             mode = self.mode if self.mode.shape_env is None else fake_mode(device=self.mode.device)
+            earlier = PythonState.of(traced, self._code_of(loss or plain_forward))
             self.found[of_class] = results_of_module(
                 eager, module, types, polynomials, trained, mode
             )
+            later = PythonState.of(traced, earlier.code)
+            earlier.restore_exactly()
+            changed = earlier.changed_objects(later)
+            if called is not None and changed:
+                # Part of the code is traced, and has to be again where objects that it reads change.
+                raise OwnCodeError(
+                    f"{place} changes {changed[0]} at every call: change it between steps, or in a submodule.",
+                )
         found = self.found[of_class]
         # Calls that differ in sizes alone are one.
         kind = _digest(
@@ -249,6 +261,7 @@ class OpaqueModules:
                 returned=found.returned,
                 results=found.results,
                 may_change=found.may_change,
+                code=self._code_of(loss or plain_forward),
             )
         workspaces = _larger(known.workspaces, found.workspaces)
         self._known[word] = known = replace(known, workspaces=workspaces)
@@ -264,6 +277,20 @@ class OpaqueModules:
             before[number].copy_(value)
         numbers = of_results[len(of_results) - known.returned.sizes :]
         return known.returned.filled(returned, numbers, path, before)
+
+    def _code_of(self, function: Callable[..., object]) -> UsersCode:
+        """Return what a function reads beside the attributes of modules; methods of one class read the same."""
+        # A method would keep its module alive.
+        plain = getattr(function, "__func__", function)
+        if plain not in self._codes:
+            self._codes[plain] = UsersCode.of_function(plain)
+        return self._codes[plain]
+
+
+def _place(module: OpaqueModule, loss: LossFunction | None, name: str) -> str:
+    """Return the beginning of a sentence on code that runs as it is."""
+    line = line_of_forward(module.traced) if loss is None else line_of_definition(loss)
+    return f"{line + ': ' if line else ''}{capitalised(name)}, whose code runs as it is,"
 
 
 def _larger(

@@ -20,7 +20,7 @@ from zeroir.frontend.opaque.eager_forward import (
     Returned,
     gradients_of,
 )
-from zeroir.frontend.opaque.own_code import answered, names_of_called
+from zeroir.frontend.opaque.own_code import answered
 from zeroir.frontend.opaque.structure import Structure
 from zeroir.frontend.source.source import LossFunction, explain
 from zeroir.frontend.source.source_lines import line_of_call, line_of_error
@@ -29,9 +29,6 @@ T = TypeVar("T")
 
 _MOST_STATES: Final = 1024
 """Forwards whose backward never comes, as after a failure, are forgotten."""
-
-NO_OTHER_CODE: Final = UsersCode(modules=(), functions=())
-"""The code of a module alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +40,8 @@ class CapturedCall:
     ``results`` are the tensors that it returns, then the new values of the inputs that it may change, at the positions
     ``may_change``. The sizes of a call are those that its arguments have, then those of the tensors that it returns,
     then the numbers that it returns and that depend on dims. Where the code is ``own_code``, its first argument are the
-    results of the modules ``called``. Where it changes attributes, ``_earlier`` has those from before, by the seed,
-    because the backward calls it with them.
+    results of the modules ``called``. Where it changes attributes, or what ``code`` reads, ``_earlier`` has those from
+    before, by the seed, because the backward calls it with them.
     """
 
     path: str
@@ -58,6 +55,7 @@ class CapturedCall:
     returned: Structure
     results: tuple[ResultType, ...]
     may_change: tuple[int, ...]
+    code: UsersCode
     loss: LossFunction | None = None
     own_code: str = ""
     called: tuple[str, ...] = ()
@@ -94,7 +92,7 @@ class CapturedCall:
         return module
 
     def _state(self) -> PythonState:
-        return PythonState.of(self._module, NO_OTHER_CODE)
+        return PythonState.of(self._module, self.code)
 
     def _shapes(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the shapes of the results."""
@@ -143,8 +141,8 @@ class CapturedCall:
         if self.loss is not None:
             forward = partial(self.loss, module)
         if self.own_code:
-            names = names_of_called(module, is_loss=self.loss is not None)
-            forward = partial(answered, forward, names, self.called, self.eager.place)
+            is_loss = self.loss is not None
+            forward = partial(answered, forward, module, self.called, self.eager.place, is_loss)
         given = sizes[: self.eager.arguments.sizes]
         try:
             return self.eager.run(module, forward, inputs, given, seed, trained, changing, use)

@@ -14,7 +14,7 @@ from torch import nn
 from zeroir.errors import UserError
 from zeroir.frontend.lowering.units import inside_of
 from zeroir.frontend.opaque.module_results import ModuleResults
-from zeroir.frontend.opaque.structure import CannotRunError
+from zeroir.frontend.opaque.structure import CannotRunError, OwnCodeError
 
 NONE: Final = "none"
 _WHOLE: Final = "Or let the code of the whole model run as it is, with all parameters gathered at once: --opaque root."
@@ -124,7 +124,7 @@ class OpaqueChoice:
         if isinstance(error, CannotRunError) or covering is not None:
             path = self._around(covering or path)
         if not path:
-            if self.own_code is not None:
+            if self.own_code is not None and not isinstance(error, OwnCodeError):
                 reason = self.reason_of_own_code
             raise UserError(f"{reason} {_WHOLE}") from None
         others = frozenset(n for n in self._classes if self._is_alike(n, path))

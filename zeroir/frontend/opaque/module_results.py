@@ -32,6 +32,7 @@ from zeroir.frontend.opaque.fitted_sizes import Point, at_point, fitted, points_
 from zeroir.frontend.opaque.held_memory import HeldMemory
 from zeroir.frontend.opaque.structure import (
     CannotRunError,
+    OwnCodeError,
     Structure,
     common_structure,
 )
@@ -109,6 +110,8 @@ def results_of_module(
         # Modes of the trace are those of its thread.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(trial.run).result()
+    except OwnCodeError:
+        raise
     except UserError as error:
         raise CannotRunError(eager.path, str(error)) from None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the module's code

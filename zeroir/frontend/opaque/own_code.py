@@ -5,7 +5,8 @@ after all modules have run, and answers its calls of modules with what these ret
 a module is gathered for it.
 
 A trace does not know the values by which code decides. Before a module is called it may decide only whether it fails,
-as ``if labels.max() >= self.classes: raise ValueError`` does: the trace goes on where it does not.
+as ``if labels.max() >= self.classes: raise ValueError`` does: the trace goes on where it does not. Nor may it draw
+random numbers before, because the second call would draw others, or use tensors of the modules itself.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from zeroir.errors import UserError
+from zeroir.frontend.capture.python_state import random_generators
+from zeroir.frontend.opaque.structure import OwnCodeError
 
-NO_CALL: Final = "no module"
+_NO_CALL: Final = "no module"
 """Stands for the name of a module where none is called."""
 
 _NOT_USERS: Final = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
@@ -38,6 +42,16 @@ def names_of_called(model: nn.Module, *, is_loss: bool) -> dict[int, str]:
     return {id(vars(module)): name for name, module in modules if name or is_loss}
 
 
+def tensors_of_called(model: nn.Module, *, is_loss: bool) -> dict[int, str]:
+    """Return the names of the parameters and buffers of these modules, by id, without those of the code's own model."""
+    every = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    own = () if is_loss else [id(tensor) for name, tensor in every.items() if "." not in name]
+    return {id(tensor): name for name, tensor in every.items() if id(tensor) not in own}
+
+
 @dataclass(slots=True)
 class NotedCalls:
     """The calls of modules by some code: the name of each, and what it returned.
@@ -48,6 +62,11 @@ class NotedCalls:
     names: list[str] = field(default_factory=list)
     results: list[object] = field(default_factory=list)
     failure: Exception | None = None
+
+
+def _getter(name: str) -> object:
+    """Return what torch calls an attribute of tensors in a mode."""
+    return getattr(Tensor, name).__get__
 
 
 class _NextQuestion(BaseException):
@@ -97,11 +116,15 @@ class CallsOfCode:
     """
 
     run: Callable[[], object]
+    place: str
     names: Mapping[int, str]
     keep: Callable[[], None]
     sites: Callable[[int | None], int]
     noted: NotedCalls = field(default_factory=NotedCalls)
+    random_before: str = ""
     _sites: list[int] = field(default_factory=list)
+    _first_site: int = 0
+    _generators: Mapping[str, object] = field(default_factory=dict)
 
     def trace(self) -> NotedCalls:
         """Return the calls of modules, in order, with their results.
@@ -109,7 +132,10 @@ class CallsOfCode:
         Raises:
             Exception: that of a module.
             UserError: where values decide which modules are called.
+            OwnCodeError: where random numbers are drawn before.
         """
+        self._generators = random_generators()
+        self._first_site = self.sites(None)
         answers: list[bool] = []
         while self._asks(answers):
             before = len(self.noted.names)
@@ -119,13 +145,20 @@ class CallsOfCode:
                 answers += going_on
                 continue
             if len(self.noted.names) > before:
-                raise UserError("values decide which modules are called")
+                raise UserError(f"{self.place} calls modules, or does not, as values decide.")
             break
+        if self.random_before:
+            raise OwnCodeError(
+                f"{self.place} draws random numbers before it calls {self.random_before}: draw them in a submodule, or "
+                "give them with the batch."
+            )
+        self.sites(self._last_site)
         return self.noted
 
-    def last_site(self, first: int) -> int:
-        """Return how many random numbers the trace has drawn after the last call of a module, ``first`` before it."""
-        return self._sites[-1] if self._sites else first
+    @property
+    def _last_site(self) -> int:
+        """How many random numbers the trace has drawn after the last call of a module."""
+        return self._sites[-1] if self._sites else self._first_site
 
     def _asks(self, answers: Sequence[bool]) -> bool:
         """Return whether the code asks for more than these answers."""
@@ -169,6 +202,8 @@ class CallsOfCode:
             if number < len(noted.names):
                 self.sites(self._sites[number])
             else:
+                if self.sites(None) != self._last_site or random_generators() != self._generators:
+                    self.random_before = self.random_before or name or "the model"
                 mode.is_paused = True
                 try:
                     result = plain(module, *args, **kwargs)
@@ -181,6 +216,7 @@ class CallsOfCode:
                 noted.names.append(name)
                 noted.results.append(result)
                 self._sites.append(self.sites(None))
+                self._generators = random_generators()
             number += 1
             return noted.results[number - 1]
 
@@ -190,18 +226,24 @@ class CallsOfCode:
 
 def answered(
     code: Callable[..., object],
-    names: Mapping[int, str],
+    model: nn.Module,
     called: Sequence[str],
     place: str,
+    is_loss: bool,
     results: Sequence[object],
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Return what the code returns, whose calls of the modules ``called`` return these results.
+    """Return what the code returns, whose calls of the modules ``called`` of a model return these results.
+
+    The code is the loss function, if it ``is_loss``, or the model's own forward.
 
     Raises:
         UserError: if it calls other modules, or in another order.
+        OwnCodeError: if it uses tensors of modules itself.
     """
+    names = names_of_called(model, is_loss=is_loss)
+    tensors = tensors_of_called(model, is_loss=is_loss)
     remaining = iter(zip(called, results, strict=True))
     plain = nn.Module.__call__
 
@@ -209,17 +251,59 @@ def answered(
         name = names.get(id(vars(module)))
         if name is None:
             return plain(module, *args, **kwargs)
-        expected, result = next(remaining, (NO_CALL, None))
+        expected, result = next(remaining, (_NO_CALL, None))
         if name != expected:
             raise _other_call(place, name or "the model", expected or "the model")
         return result
 
-    with mock.patch.object(nn.Module, "__call__", call):
+    device = next((x.device for x in tree_leaves(results) if isinstance(x, Tensor)), _CPU)
+    with mock.patch.object(nn.Module, "__call__", call), _Absent(tensors, place, device):
         value = code(*args, **kwargs)
-    expected, _ = next(remaining, (NO_CALL, None))
-    if expected != NO_CALL:
-        raise _other_call(place, NO_CALL, expected)
+    expected, _ = next(remaining, (_NO_CALL, None))
+    if expected != _NO_CALL:
+        raise _other_call(place, _NO_CALL, expected)
     return value
+
+
+class _Absent(TorchFunctionMode):
+    """A mode in which code knows the types of some tensors, by their ids, but not their values."""
+
+    def __init__(self, names: Mapping[int, str], place: str, device: torch.device) -> None:
+        super().__init__()
+        self._names, self._place, self._device = names, place, device
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Call ``func``.
+
+        Raises:
+            OwnCodeError: if it uses the values of one.
+        """
+        kwargs = kwargs or {}
+        name = next((n for x in tree_leaves((args, kwargs)) if (n := self._names.get(id(x)))), None)
+        if name is None or func in _OF_TYPES:
+            return func(*args, **kwargs)
+        if func == _DEVICE:
+            return self._device
+        raise OwnCodeError(
+            f"{self._place} uses {name} of a module itself, whose values it does not have: let a submodule use it."
+        )
+
+
+_CPU: Final = torch.device("cpu")
+_DEVICE: Final = _getter("device")
+_OF_TYPES: Final[frozenset[object]] = frozenset(
+    {
+        *map(_getter, ("shape", "dtype", "ndim", "requires_grad", "layout", "is_leaf")),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point),
+    }
+)
+"""What asks for no values of a tensor."""
 
 
 def _other_call(place: str, name: str, expected: str) -> UserError:

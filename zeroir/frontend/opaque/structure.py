@@ -23,6 +23,13 @@ class CannotRunError(UserError):
         self.path = path
 
 
+class OwnCodeError(CannotRunError):
+    """Code around modules breaks a rule that code which is traced need not obey."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("", text)
+
+
 class _TensorMark:
     """Where a tensor stands among the arguments or results."""
 
