@@ -7,7 +7,7 @@ Where another segment takes them, a buffer of the declared type holds them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
 import torch
@@ -42,7 +42,7 @@ def difference_on(program: Program, device: torch.device) -> str | None:
     captured = program.options.texts.get("device")
     if captured in (None, device.type):
         return None
-    return first_difference(segments_at_ends(program), device.type)
+    return first_difference(program, device.type)
 
 
 def captured_for(program: Program) -> str:
@@ -50,8 +50,9 @@ def captured_for(program: Program) -> str:
     return _title(program.options.texts.get("device", "any device"))
 
 
-def first_difference(segments: Iterable[Segment], device: str) -> str | None:
+def first_difference(program: Program, device: str) -> str | None:
     """Return a clause on the first result that other segments take and that operators of a device make otherwise."""
+    segments = segments_at_ends(program)
     asked: set[object] = set()
     mode = DeviceTensorMode(device=device)
     with compiler_not_imported(), torch.no_grad(), tensors_of(device), mode:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zeroir
 from tests.support.programs import mlp
-from zeroir.config.options import CompileOptions
+from zeroir.config.precision import Precision
 from zeroir.errors import ModelWarning, UserError
 from zeroir.runtime.execution.lockstep import Lockstep
 from zeroir.runtime.kernels.other_devices import require_device
@@ -37,8 +37,7 @@ def compiled(device: str | None, precision: str = "bf16") -> zeroir.CompiledProg
         Net(),
         torch.ones(3, 8),
         world_size=1,
-        precision=precision,  # type: ignore[arg-type]
-        device=device,  # type: ignore[arg-type]
+        precision=Precision(dtype=precision, device=device),  # type: ignore[arg-type]
         recompute=zeroir.Recompute(select_saved=False),
     )
 
@@ -79,7 +78,10 @@ def test_without_an_example_it_is_refused(tmp_path: Path) -> None:
 
 def test_one_that_keeps_such_results_within_segments_runs_anywhere() -> None:
     program = zeroir.compile(
-        Net(), torch.ones(3, 8), world_size=1, precision="bf16", device="cuda"
+        Net(),
+        torch.ones(3, 8),
+        world_size=1,
+        precision=zeroir.Precision(dtype="bf16", device="cuda"),
     ).program
     assert program.options.texts["device"] == "cuda"
     Lockstep(program)
@@ -96,6 +98,13 @@ def test_a_cpus_program_is_refused_on_cuda() -> None:
 
 
 def test_a_device_is_one_of_two() -> None:
-    assert CompileOptions(device="auto").device is None  # type: ignore[arg-type]
+    assert Precision(device="auto").device is None  # type: ignore[arg-type]
     with pytest.raises(UserError, match="--device is tpu, but should be 'cpu' or 'cuda'"):
-        CompileOptions(device="tpu")  # type: ignore[arg-type]
+        Precision(device="tpu")  # type: ignore[arg-type]
+
+
+def test_dims_are_no_difference_between_devices() -> None:
+    rows = torch.export.Dim("rows", max=8)
+    program = zeroir.compile(Net(), torch.ones(3, 8), world_size=1, shapes=(rows, 8)).program
+    assert program.dims
+    assert "device" not in program.options.texts or program.options.texts["device"] == "auto"

@@ -113,9 +113,9 @@ def test_objects_of_another_class_and_options_given_twice_are_refused() -> None:
         flat_values({"optimizer": zeroir.optim.AdamW(lr=0.1), "lr": 0.2})
 
 
-def test_there_are_at_most_26_keywords() -> None:
+def test_there_are_at_most_25_keywords() -> None:
     own = set(inspect.signature(zeroir.compile).parameters) - {"model", "batch", "options"}
-    assert len({*KEYWORDS, *own}) <= 26
+    assert len({*KEYWORDS, *own}) <= 25
 
 
 @pytest.mark.slow

@@ -53,8 +53,8 @@ def _captured(source: ModelSource, options: CompileOptions) -> Captured:
         traced = trace(source, _for_device_here(options))
     program = traced.program
     requested = options_of(program)
-    other = "cpu" if requested.device == "cuda" else "cuda"
-    if options.device is None and first_difference(program.segments, other) is None:
+    other = "cpu" if requested.precision.device == "cuda" else "cuda"
+    if options.precision.device is None and first_difference(program, other) is None:
         program = replace(program, options=replaced(requested, device=None))
         traced = replace(traced, program=program)
     file = source.file
@@ -77,7 +77,7 @@ def _for_device_here(options: CompileOptions) -> CompileOptions:
     """Return the options with the device of this machine, where none is chosen."""
     from zeroir.runtime.device.driver import driver
 
-    if options.device is not None:
+    if options.precision.device is not None:
         return options
     return replaced(options, device="cuda" if driver().is_available() else "cpu")
 

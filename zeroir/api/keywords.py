@@ -44,7 +44,6 @@ class CompileKeywords(TypedDict, total=False):
     world_size: int
     units: str | Units | None
     precision: FloatName | Precision
-    device: Literal["auto", "cpu", "cuda"] | None
     micro_steps: int | MicroSteps
     shapes: object
     evaluate: bool | Evaluate

@@ -8,7 +8,6 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from zeroir.config.communication import Communication, Prefetch, Unshard
 from zeroir.config.field_types import (
-    Device,
     Groups,
     MeshText,
     ScheduleText,
@@ -71,15 +70,6 @@ class CompileOptions(Options, OptionObject):
     ] = Field(ge=1, le=MOST_RANKS, default_factory=default_world_size)
     units: Units = Units()
     precision: Precision = Precision()
-    device: Annotated[
-        Device,
-        Option(
-            group="Device",
-            help="Device for which the model is captured, which need not be there: cpu, cuda, or auto for that of this "
-            "machine. A program says it where operators that save results for the backward save others on the other "
-            "device. [default: auto]",
-        ),
-    ] = None
     micro_steps: MicroSteps = MicroSteps()
     shapes: Annotated[
         ShapesText,

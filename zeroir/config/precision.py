@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 
-from zeroir.config.field_types import Names
+from zeroir.config.field_types import Device, Names
 from zeroir.config.table import Option, OptionObject
 
 FloatName = Literal["fp32", "bf16", "fp16"]
@@ -19,6 +19,7 @@ class Precision(OptionObject):
 
     ``dtype`` is that of parameters, activations and gradients. ``keep_fp32`` are patterns of the names of modules or
     parameters that stay FP32. ``reduce_dtype`` is the dtype in which ranks add gradients, by default their own.
+    ``device`` is that on which results have the types of the program: some operators save others on a GPU.
     """
 
     dtype: Annotated[
@@ -43,6 +44,16 @@ class Precision(OptionObject):
             group=_GROUP,
             help="Dtype in which gradients of 16 bits are sent and added: NCCL adds in the dtype that is sent. "
             "[default: the gradients' own]",
+        ),
+    ] = None
+
+    device: Annotated[
+        Device,
+        Option(
+            group="Device",
+            help="Device for which the model is captured, which need not be there: cpu, cuda, or auto for that of this "
+            "machine. A program says it where operators that save results for the backward save others on the other "
+            "device. [default: auto]",
         ),
     ] = None
 

@@ -147,8 +147,7 @@ def judged(name: str, precision: FloatName) -> Judged:
         loss=model.loss,
         stage=2,
         world_size=2,
-        precision=precision,
-        device="cuda",
+        precision=zeroir.Precision(dtype=precision, device="cuda"),
         recompute=zeroir.Recompute(select_saved=False),
     ).program
     replayed, fault = 0, ""

@@ -168,7 +168,7 @@ def _compared(
     from zeroir.api.model_of_program import load_model
     from zeroir.frontend.source.entry import importing_from
 
-    if options.device is None:
+    if options.precision.device is None:
         # The comparison is one on the CPU.
         options = replaced(options, device="cpu")
     compiled = compile_with(model, options)

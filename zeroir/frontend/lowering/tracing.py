@@ -75,7 +75,7 @@ def trace_model(source: ModelSource, options: CompileOptions) -> TracedModel:
             numbers=numbers,
             opaque=options.units.opaque,
             ranks=options.world_size,
-            device=options.device or "cpu",
+            device=options.precision.device or "cpu",
         ),
     )
     if captured.ranks is not None and options.mesh is not None:
