@@ -127,9 +127,8 @@ def test_a_cut_link_ends_both_sides(program: Path, tmp_path: Path) -> None:
             await_step(machines[0], folder, ranks)
             cut(machines)
         for folder, machines, _, ranks in jobs:
-            assert ended(ranks, DEADLINE_S) == [2, 2], [
-                machine.said(folder) for machine in machines
-            ]
+            # A fifth of the timeout without a sign of life, and what ending takes.
+            assert ended(ranks, 20) == [2, 2], [machine.said(folder) for machine in machines]
             require_empty(machines)
             first, second = (errors(machine.said(folder)) for machine in machines)
             assert first[0].startswith("Error: Rank 1 on beta has given no sign of life for 6 s: ")
@@ -142,7 +141,7 @@ def test_a_cut_link_ends_both_sides(program: Path, tmp_path: Path) -> None:
 
 def require_empty(machines: Sequence[Machine]) -> None:
     """The process beside a rank needs a moment to notice the end of the rank."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + 20
     while any(machine.processes() for machine in machines):
         assert time.monotonic() < deadline
         time.sleep(0.1)

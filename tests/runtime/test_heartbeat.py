@@ -139,7 +139,7 @@ def test_a_rank_that_is_asked_to_end_misses_a_lost_one_at_once() -> None:
     with pytest.raises(Empty):
         said.get(timeout=0.3)
     beat.hurry()
-    assert said.get(timeout=60.0).startswith(
+    assert said.get(timeout=10.0).startswith(
         "Rank 1 has ended before the others, which wait for it"
     )
     beat.break_off()
@@ -183,7 +183,7 @@ def test_the_keeper_of_the_store_leaves_last() -> None:
     keeper.join(5 * BEAT.interval_s)
     assert keeper.is_alive()
     second.stop()
-    keeper.join(60.0)
+    keeper.join(10.0)
     assert not keeper.is_alive()
     assert not alarms
 
