@@ -164,7 +164,7 @@ def as_written(program: Program) -> Program:
 
 
 def test_options_only_say_what_a_file_has_of_them() -> None:
-    made = subject("stage 3, unit by unit")
+    made = load(next((ROOT / "tests/data").glob("schema_*.zir")))
     functions = called(lambda: verify(replace(made.scheduled), replace(made.logical)))
     others = {module: functions[module] for module in functions if not is_definition(module)}
     assert others == {"zeroir.config.options": {"CompileOptions.pairs"}}
