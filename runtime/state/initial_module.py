@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zeroir.errors import UserError
 from zeroir.ir.dtypes import DType
 from zeroir.ir.program import Program
+from zeroir.runtime.memory.malloc import trim_freed_memory
 from zeroir.runtime.state.named_tensors import NamedTensors, without_memory
 from zeroir.torch_ops.absent_tensors import MovedTensor, absent
 from zeroir.torch_ops.batches import undense_kind
@@ -28,6 +29,9 @@ from zeroir.torch_ops.globals import torch_globals_kept
 from zeroir.torch_ops.types import IR_DTYPE, TORCH_DTYPE
 
 Factory = Callable[[], nn.Module]
+
+_TRIM_BYTES = 16 << 20
+"""Bytes of freed tensors after which the allocator returns them: it may have kept them for other tensors."""
 
 _FLOATING = frozenset(dtype for dtype in IR_DTYPE if dtype.is_floating_point)
 
@@ -123,6 +127,7 @@ class InitialModule:
         self._tensors = NamedTensors(module)
         self._state = state
         self._is_kept = is_kept
+        self._untrimmed_bytes = 0
         self._is_made = is_made
         self._fetched: dict[str, Tensor] = {}
         self._row_major: tuple[str, Tensor] | None = None
@@ -162,7 +167,14 @@ class InitialModule:
         self._row_major = None
         self._fetched.pop(name, None)
         if not self._is_kept:
+            tensor = self._tensors[name]
+            if tensor.device.type == "cpu":
+                self._untrimmed_bytes += tensor.nbytes
+            del tensor
             _free(self._tensors, self._held[name], is_made=self._is_made)
+            if self._untrimmed_bytes >= _TRIM_BYTES:
+                self._untrimmed_bytes = 0
+                trim_freed_memory()
 
     def shared_storage(self) -> tuple[str, str, int] | None:
         """Return the names of two tensors of the program that share storage, and its bytes.

@@ -217,8 +217,7 @@ def test_a_rank_never_holds_two_copies(tmp_path: Path) -> None:
 
     model_bytes = 24 * 4 * 1024**2
     (freed, held), (kept, _) = peak_bytes("freed"), peak_bytes("kept")
-    # The allocator may keep some of what is freed.
-    assert kept - freed > 0.5 * model_bytes
+    assert kept - freed > 0.8 * model_bytes
     assert freed < held
 
 
