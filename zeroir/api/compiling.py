@@ -18,6 +18,7 @@ from zeroir.artifact import Artifact, ConfigRecord
 from zeroir.config import CompileOptions
 from zeroir.errors import InternalError, ShapesError
 from zeroir.ir.analysis.instances import instance, segments_at_ends
+from zeroir.ir.sizes import Size
 from zeroir.verify import Report, VerificationError, verify
 
 if TYPE_CHECKING:
@@ -164,11 +165,26 @@ def _require_every_size(logical: Program, problem: str) -> None:
     ]
     for right, other in (ends, reversed(ends)):
         if logical.dims and _is_right(logical, right):
+            line = _line_of_size(logical, problem)
             raise ShapesError(
-                "The model does not compute the same for all sizes that its shapes allow. Narrow the dims, or let the "
-                f"model's code not depend on them: {problem}.",
+                f"{line or 'The model'} does not compute the same for all sizes that its shapes allow. Narrow the "
+                f"dims, or let the model's code not depend on them: {problem}.",
                 (dim for dim in right if not _is_right(logical, {**right, dim: other[dim]})),
             )
+
+
+def _line_of_size(logical: Program, problem: str) -> str:
+    """Return ``file:line`` of the first tensor that has a size which a problem names, or spans as many elements."""
+    for node in (node for segment in logical.segments for node in segment.nodes):
+        for kind in node.results:
+            if kind is None or not node.source:
+                continue
+            span = 1 + sum((n - 1) * step for n, step in zip(kind.shape, kind.stride, strict=True))
+            if any(
+                f" {size} " in problem for size in (span, *kind.shape) if isinstance(size, Size)
+            ):
+                return node.source
+    return ""
 
 
 def _is_right(logical: Program, values: Mapping[str, int]) -> bool:
